@@ -1,0 +1,137 @@
+"""What a training run is asked to do, as one frozen value.
+
+The command line's flags, a recipe's keys and `OUT/config.yaml` are these fields and no others, so one
+check serves all three. Each field's text below is its help on the command line.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.errors import ConfigError, suggestion
+
+Schedule = Literal["cosine", "step", "constant"]
+
+
+def _split_sizes(value: object) -> object:
+    """`"3,224,224"` (or `3x224x224`) from a command line is the list `[3, 224, 224]` of a recipe."""
+    return value.replace("x", ",").split(",") if isinstance(value, str) else value
+
+
+Shape = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_sizes), Field(min_length=1)]
+
+
+class TrainConfig(BaseModel):
+    """One training run. Frozen; unknown names and values out of range are refused with `ConfigError`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    model: str = "lenet5"
+    """A zoo name, or package.module:factory for your own network."""
+    data: str = "default"
+    """A data set's name, folder:PATH, npz:PATH or synthetic; default takes the first that is found."""
+    input: Shape | None = None
+    """One sample's shape, channels first, such as 3,224,224; the data's own unless given."""
+    classes: int | None = Field(default=None, gt=0)
+    """Number of classes; the data's own unless given."""
+    augment: str = ""
+    """Random changes to training samples, such as flip,shift:4,crop:256."""
+
+    epochs: int = Field(default=5, gt=0)
+    """Passes over the training set."""
+    batch: int = Field(default=64, gt=0)
+    """Samples per step, over all workers together."""
+    lr: float = Field(default=0.05, gt=0)
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """How the rate falls: cosine to zero, step (a tenth after 1/2 and again after 3/4), or constant."""
+    warmup: float = Field(default=0.0, ge=0)
+    """Epochs in which the rate climbs to its peak, before the schedule begins."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of SGD."""
+    weight_decay: float = Field(default=5e-4, ge=0)
+    """L2 penalty on the weights."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the first weights, the order of samples, dropout and augmentation."""
+
+    workers: int = Field(default=1, gt=0)
+    """Ranks in all; this version trains on one."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads per worker; all cores shared among the workers unless given."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes an accelerator where there is one."""
+
+    out: Path | None = None
+    """Folder for the results; a new one under runs/ unless given."""
+    eval_every: int = Field(default=1, gt=0)
+    """Epochs from one test to the next; the last epoch is always tested."""
+    checkpoint_every: int = Field(default=1, gt=0)
+    """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
+    log_every: int = Field(default=50, gt=0)
+    """Steps from one line of metrics.jsonl to the next."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
+        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
+        for name in values:
+            if name not in cls.model_fields:
+                raise ConfigError(
+                    f"{source}{name!r} is not a setting of a training run.",
+                    suggestion(name, cls.model_fields),
+                )
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _explain(error.errors()[0], source) from None
+
+    def to_yaml(self) -> str:
+        """All fields, as a recipe that reads back to an equal value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _explain(detail: ErrorDetails, source: str) -> ConfigError:
+    name = str(detail["loc"][0])
+    field = TrainConfig.model_fields[name]
+    given = detail["input"] if len(detail["loc"]) == 1 else f"part {detail['loc'][-1]!r}"
+    reason = detail["msg"].removeprefix("Input should be ")
+    return ConfigError(
+        f"{source}{name} = {given!r} does not work: it should be {reason}.",
+        f"{name.replace('_', '-')}: {field.description}",
+    )
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The settings in a YAML recipe, unchecked but for being a list of names and values.
+
+    A file that is missing, is not YAML or holds something else is a `ConfigError` with the line and column.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no recipe {str(path)!r}.", "Give the path of a YAML file, or settings as options."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}.", "Give a readable YAML file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(
+            f"recipe {str(path)!r}{place} is not YAML: {problem}.",
+            "Write one `name: value` per line; `shoal train --print-config` prints a whole recipe.",
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"recipe {str(path)!r} holds a {type(content).__name__}, not names and values.",
+            "Write one `name: value` per line; `shoal train --print-config` prints a whole recipe.",
+        )
+    return {str(name).replace("-", "_"): value for name, value in content.items()}

@@ -1,0 +1,27 @@
+"""Whole or absent: files that a reader never sees half written."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary neighbour of `path`, then put it in place in one step.
+
+    A crash or a kill at any moment leaves the old file or the new one, never a part. The data is on the
+    disk before the name appears. The temporary name is removed when `write` raises.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(draft)
+        with draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """`write_atomically` for a text that is already there."""
+    write_atomically(path, lambda draft: draft.write_text(text, encoding="utf-8") and None)
