@@ -1,1 +1,58 @@
-"""Shoal."""
+"""Shoal trains convolutional networks on many devices.
+
+    import shoal
+    model = shoal.zoo.build("resnet18", input=(3, 32, 32), classes=37)
+    result = shoal.train(shoal.TrainConfig(model="lenet5", data="digits", epochs=2))
+
+Importing `shoal` is light: torch loads when the first name that needs it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shoal._version import __version__
+
+if TYPE_CHECKING:
+    from shoal import data, errors, zoo
+    from shoal.config import TrainConfig
+    from shoal.partition import Cut
+    from shoal.plan import Plan
+    from shoal.result import RunResult
+    from shoal.training import Listener, resume, train
+
+__all__ = [
+    "__version__",
+    "TrainConfig",
+    "train",
+    "resume",
+    "Listener",
+    "RunResult",
+    "Plan",
+    "Cut",
+    "zoo",
+    "data",
+    "errors",
+]
+
+_HOME = {
+    "TrainConfig": "shoal.config",
+    "train": "shoal.training",
+    "resume": "shoal.training",
+    "Listener": "shoal.training",
+    "RunResult": "shoal.result",
+    "Plan": "shoal.plan",
+    "Cut": "shoal.partition",
+}
+_SUBMODULES = ("zoo", "data", "errors")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"shoal.{name}")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

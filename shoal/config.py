@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
@@ -22,6 +22,17 @@ def _split_sizes(value: object) -> object:
     return value.replace("x", ",").split(",") if isinstance(value, str) else value
 
 
+def _split_options(value: object) -> object:
+    """`"width=16,norm=none"` from a command line is the mapping of a recipe, its values read as YAML's."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part]
+    if any(not name or not equals for name, equals, _ in pairs):
+        raise ValueError("name=value, or several with commas between")
+    return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+
+
+Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
 Shape = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_sizes), Field(min_length=1)]
 
 
@@ -29,11 +40,17 @@ class TrainConfig(BaseModel):
     """One training run. Frozen; unknown names and values out of range are refused with `ConfigError`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     model: str = "lenet5"
     """A zoo name, or package.module:factory for your own network."""
+    model_options: Options = Field(default_factory=dict)
+    """Further keywords for the network's factory, such as width=16,depth=3."""
     data: str = "default"
     """A data set's name, folder:PATH, npz:PATH or synthetic; default takes the first that is found."""
     input: Shape | None = None
@@ -76,6 +93,21 @@ class TrainConfig(BaseModel):
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """What no field can see alone."""
+        if self.workers > 1:
+            raise ConfigError(
+                f"workers = {self.workers} does not work yet: this version trains on one worker.",
+                "Leave --workers away; --threads uses several cores.",
+            )
+        if self.warmup >= self.epochs:
+            raise ConfigError(
+                f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
+                "Give a shorter --warmup or more --epochs.",
+            )
+        return self
+
     @classmethod
     def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
         """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
@@ -99,7 +131,7 @@ def _explain(detail: ErrorDetails, source: str) -> ConfigError:
     name = str(detail["loc"][0])
     field = TrainConfig.model_fields[name]
     given = detail["input"] if len(detail["loc"]) == 1 else f"part {detail['loc'][-1]!r}"
-    reason = detail["msg"].removeprefix("Input should be ")
+    reason = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return ConfigError(
         f"{source}{name} = {given!r} does not work: it should be {reason}.",
         f"{name.replace('_', '-')}: {field.description}",
@@ -118,7 +150,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
             f"there is no recipe {str(path)!r}.", "Give the path of a YAML file, or settings as options."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}.", "Give a readable YAML file.") from None
+        raise ConfigError(
+            f"recipe {str(path)!r} cannot be read: {error}.", "Give a readable YAML file."
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

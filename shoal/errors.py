@@ -5,11 +5,12 @@
     │   ├── ConfigError                  an option or a line of a recipe
     │   ├── ModelError                   a model's name, factory or size
     │   ├── DataError                    a data set that is missing, corrupt or too small
+    │   ├── PlanError                    a cut that cannot be read or does not fit
     │   ├── OutputError                  a folder that cannot be written, or already holds a run
     │   └── CheckpointError              a run that cannot be resumed
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
-        └── InterruptedRun      exit 130 stopped by the user; a checkpoint was left
+        └── StoppedError        exit 130 stopped by the user; a checkpoint was left
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
 as one message and exits with the class's code; a traceback is shown only for our own bugs.
@@ -51,6 +52,10 @@ class DataError(InputError):
     """A data set that is missing, corrupt or too small."""
 
 
+class PlanError(InputError):
+    """A cut or a plan that cannot be read or does not fit."""
+
+
 class OutputError(InputError):
     """A folder that cannot be written, or that already holds a run."""
 
@@ -67,7 +72,7 @@ class DivergedError(RunError):
     """The loss is no longer a number."""
 
 
-class InterruptedRun(RunError):
+class StoppedError(RunError):
     """Stopped by the user; a checkpoint was left."""
 
     exit_code = 130

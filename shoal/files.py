@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary neighbour of `path`, then put it in place in one step.
 
     A crash or a kill at any moment leaves the old file or the new one, never a part. The data is on the
@@ -24,4 +24,4 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """`write_atomically` for a text that is already there."""
-    write_atomically(path, lambda draft: draft.write_text(text, encoding="utf-8") and None)
+    write_atomically(path, lambda draft: draft.write_text(text, encoding="utf-8"))

@@ -1,0 +1,47 @@
+"""Options of a command, made from the fields of its settings, so that no flag is written down twice."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def options_of(settings: type[BaseModel]) -> Callable[[Command], Command]:
+    """Add one option per field. Values arrive as text, or as None where none was given.
+
+    They are checked by `settings` itself, together with a recipe's, so both give the same messages.
+    """
+
+    def add(command: Command) -> Command:
+        for name, field in reversed(settings.model_fields.items()):
+            command = click.option(
+                f"--{name.replace('_', '-')}", name, metavar=_metavar(field), help=_help(field)
+            )(command)
+        return command
+
+    return add
+
+
+def _help(field: FieldInfo) -> str:
+    default = (
+        ""
+        if field.is_required() or field.default_factory or field.default in (None, "")
+        else f"  [{field.default}]"
+    )
+    return f"{field.description}{default}"
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
+    if get_origin(field.annotation) is Literal:
+        return "|".join(kinds)
+    if any(get_origin(kind) is tuple for kind in kinds):
+        return "C,H,W"
+    if get_origin(field.annotation) is dict:
+        return "NAME=VALUE,..."
+    return {int: "N", float: "X", Path: "DIR"}.get(kinds[0], "TEXT")

@@ -1,0 +1,61 @@
+"""`shoal train`: settings from a recipe and options; progress and a summary for people."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.cli.options import options_of
+from shoal.config import TrainConfig, read_recipe
+from shoal.errors import ConfigError
+
+
+@click.command()
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@options_of(TrainConfig)
+@click.option(
+    "--resume",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Go on with the stopped run in this folder.",
+)
+@click.option("--print-config", is_flag=True, help="Print all settings as a recipe, and stop.")
+def train(recipe: Path | None, resume: Path | None, print_config: bool, **options: str | None) -> None:
+    """Train a network and write its results to a folder.
+
+    RECIPE is a YAML file of the settings below; an option given here wins over it.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if resume is not None:
+        _go_on(resume, recipe, given)
+        return
+    config = TrainConfig.parse({**_from_recipe(recipe), **given})
+    if print_config:
+        click.echo(config.to_yaml(), nl=False)
+        return
+    # torch loads here and not before: a wrong option is answered at once
+    from shoal import training
+    from shoal.cli.progress import progress_for_people
+
+    training.train(config, progress_for_people())
+
+
+def _from_recipe(recipe: Path | None) -> dict[str, Any]:
+    """The recipe's settings, checked on their own so that a mistake is blamed on the file."""
+    if recipe is None:
+        return {}
+    values = read_recipe(recipe)
+    TrainConfig.parse(values, source=f"recipe {str(recipe)!r}: ")
+    return values
+
+
+def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
+    if recipe is not None:
+        raise ConfigError(
+            f"--resume takes its settings from {str(folder)!r}, not from the recipe {str(recipe)!r}.",
+            "Leave the recipe away; options such as --epochs may be given anew.",
+        )
+    from shoal import training
+    from shoal.cli.progress import progress_for_people
+
+    training.resume(folder, changes, progress_for_people())

@@ -1,0 +1,21 @@
+"""What this process has of its machine. No torch: the doctor asks before anything else is known to work."""
+
+import os
+import sys
+
+import psutil
+
+
+def cores() -> int:
+    """Cores that this process may use, which containers and batch systems often make fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident size of this process so far."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,72 @@
+"""Plan: how each layer of one network is cut over the ranks of a replica. Saves to versioned JSON."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from shoal.errors import PlanError
+from shoal.files import write_text_atomically
+from shoal.partition import Cut
+
+SCHEMA = "shoal.plan/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A cut for every layer, by module path; patterns may use `*`, and a later line wins."""
+
+    name: str
+    """What people call it: data, owt, ... or a file's name."""
+    ranks: int
+    """Ranks of one replica."""
+    layers: tuple[tuple[str, Cut], ...]
+    """(pattern of module paths, cut)."""
+
+    def __post_init__(self) -> None:
+        """Refuse a layer that is cut into more parts than there are ranks."""
+        for pattern, cut in self.layers:
+            if cut.parts > self.ranks:
+                raise PlanError(
+                    f"layer {pattern!r} is cut {cut}, needing {cut.parts} ranks; the plan has {self.ranks}.",
+                    f"Cut it into at most {self.ranks} parts, or give the plan more ranks.",
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        layers = {pattern: str(cut) for pattern, cut in self.layers}
+        content = {"schema": SCHEMA, "name": self.name, "ranks": self.ranks, "layers": layers}
+        write_text_atomically(Path(path), json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote; a file that is missing, not JSON or of another schema is a `PlanError`."""
+        remedy = (
+            'A plan is JSON: {"schema": "shoal.plan/1", "name": "mine", "ranks": 4, "layers": {"*": "n4"}}.'
+        )
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(f"plan {str(path)!r} cannot be read: {error}.", remedy) from None
+        match content:
+            case {
+                "schema": "shoal.plan/1",
+                "name": str(name),
+                "ranks": int(ranks),
+                "layers": dict(layers),
+                **rest,
+            } if not rest:
+                return cls(
+                    name=name, ranks=ranks, layers=tuple((p, Cut.parse(str(c))) for p, c in layers.items())
+                )
+            case {"schema": other} if other != SCHEMA:
+                raise PlanError(
+                    f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy
+                )
+            case _:
+                raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
+
+
+def data_parallel(ranks: int) -> Plan:
+    """Every layer cut by sample over all ranks: what DDP does. On one rank, every layer whole."""
+    return Plan(name="data", ranks=ranks, layers=(("*", Cut.parse(f"n{ranks}")),))

@@ -1,0 +1,85 @@
+"""RunResult: what one run did, in one file that checks, tables and pages read."""
+
+import platform
+from importlib.metadata import version
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal._version import __version__
+
+
+class BytesPerStep(BaseModel):
+    """Payload that crosses between ranks in one step: from the pure moves, and counted at the transport."""
+
+    model_config = ConfigDict(frozen=True)
+
+    predicted: int
+    counted: int
+
+
+class Staleness(BaseModel):
+    """How many updates a gradient was behind when it was applied (asynchronous exchanges only)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    mean: float
+    max: int
+
+
+class RunResult(BaseModel):
+    """`OUT/result.json`. A field that does not apply to a run is null; none is ever estimated."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    schema_: Literal["shoal.result/1"] = Field(default="shoal.result/1", alias="schema")
+    model: str
+    data: str
+    plan: str
+    exchange: str
+    workers: int
+    replicas: int
+    seed: int
+    epochs: int
+    steps: int
+    """Optimizer steps."""
+    samples: int
+    """Training samples seen, over all workers."""
+    final_loss: float
+    """Mean training loss over the last epoch."""
+    test_loss: float
+    test_accuracy: float
+    """Share of test samples (of test pixels, for segmentation) whose class is right."""
+    test_iou: float | None
+    """Segmentation: intersection over union of all classes but the background (class 0)."""
+    step_seconds_median: float
+    samples_per_second: float
+    """Training samples per second of training time, data loading included, tests excluded."""
+    bytes_per_step: BytesPerStep
+    peak_memory_bytes: list[int]
+    """Per rank: largest resident size of the process, or largest allocation on an accelerator."""
+    staleness: Staleness | None
+    wall_seconds: float
+    """From the first step to the last test, over all resumed parts."""
+    parameters: int
+    batch: int
+    threads: int
+    device: str
+    origin: str
+    """Where the data was found."""
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """The text of `result.json`."""
+        return self.model_dump_json(indent=2, by_alias=True) + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Versions that a number depends on."""
+    return {
+        "shoal": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+        "platform": platform.platform(),
+    }

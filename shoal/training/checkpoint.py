@@ -1,0 +1,117 @@
+"""All that a run needs to go on, in one file that is whole or absent."""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from shoal.data import Position
+from shoal.errors import CheckpointError
+from shoal.files import write_atomically
+from shoal.training.job import Job
+
+SCHEMA = "shoal.checkpoint/1"
+
+# What may change when a run goes on: nothing that the state so far depends on.
+CHANGEABLE = frozenset({"epochs", "threads", "device", "eval_every", "checkpoint_every", "log_every", "out"})
+
+
+@dataclass
+class Progress:
+    """How far a run is. The order of samples is a function of the position, so no loader has a state."""
+
+    position: Position
+    """The next batch to train on; at the end of an epoch, its test is still to come."""
+    steps: int
+    """Optimizer steps done."""
+    losses: torch.Tensor
+    """Sums of the steps' losses, of this epoch and since the last line of metrics; float64, on the device."""
+    last_loss: float
+    """Mean loss of the last whole epoch."""
+    step_seconds: list[float]
+    wall_seconds: float
+    metrics_length: int
+    """Bytes of metrics.jsonl that belong to the steps done."""
+
+    @classmethod
+    def start(cls, device: torch.device) -> Self:
+        """Before the first step."""
+        zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        return cls(Position(0, 0), 0, zeros, float("nan"), [], 0.0, 0)
+
+
+def save(path: Path, job: Job, progress: Progress) -> None:
+    """Write network, optimizer, random state and progress. Costs one copy of the weights and momenta."""
+    content = {
+        "schema": SCHEMA,
+        "config": job.config.model_dump(mode="json"),
+        "model": job.model.state_dict(),
+        "optimizer": job.optimizer.state_dict(),
+        "random": _random_state(job.device),
+        "position": progress.position.to_dict(),
+        "steps": progress.steps,
+        "losses": progress.losses,
+        "last_loss": progress.last_loss,
+        "step_seconds": torch.tensor(progress.step_seconds, dtype=torch.float64),
+        "wall_seconds": progress.wall_seconds,
+        "metrics_length": progress.metrics_length,
+    }
+    write_atomically(path, lambda draft: torch.save(content, draft))
+
+
+def restore(path: Path, job: Job) -> Progress:
+    """Put `job` where the run stood that wrote `path`; it then goes on bit for bit.
+
+    A file that is damaged, of another version, or of other settings (but for `CHANGEABLE`) is a
+    `CheckpointError`; `job` must then not be used.
+    """
+    try:
+        content: dict[str, Any] = torch.load(path, map_location=job.device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is damaged: {reason}.",
+            "Start again without --resume, in another --out.",
+        ) from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} was not written by this version.", f"It needs the schema {SCHEMA!r}."
+        )
+    _check_settings(content["config"], job)
+    job.model.load_state_dict(content["model"])
+    job.optimizer.load_state_dict(content["optimizer"])
+    _set_random_state(content["random"], job.device)
+    return Progress(
+        position=Position.from_dict(content["position"]),
+        steps=content["steps"],
+        losses=content["losses"],
+        last_loss=content["last_loss"],
+        step_seconds=content["step_seconds"].tolist(),
+        wall_seconds=content["wall_seconds"],
+        metrics_length=content["metrics_length"],
+    )
+
+
+def _check_settings(before: dict[str, Any], job: Job) -> None:
+    now = job.config.model_dump(mode="json")
+    for name, value in now.items():
+        if name not in CHANGEABLE and before.get(name) != value:
+            raise CheckpointError(
+                f"--resume: the run was made with {name} = {before.get(name)!r}, now it is {value!r}.",
+                f"These may change when a run goes on: {', '.join(sorted(CHANGEABLE))}.",
+            )
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,0 +1,111 @@
+"""From settings to everything a run needs, checked before anything is written.
+
+Whatever can be wrong with the user's input is found here: model, data, sizes, device. A `Job` that exists
+can be trained.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal import data, zoo
+from shoal.config import TrainConfig
+from shoal.data import Augment, BatchOrder, Loader, Splits
+from shoal.errors import ConfigError, ModelError
+from shoal.machine import cores
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network, its data in their order, and the optimizer, on their device."""
+
+    config: TrainConfig
+    """With every `auto` and `default` replaced by what it stood for."""
+    splits: Splits
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    loader: Loader
+    device: torch.device
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.epochs * self.loader.order.steps_per_epoch
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Build what `config` asks for. Seeds torch; any `InputError` of a run is raised here.
+
+    Same config, machine and thread count: same weights and same batches, bit for bit.
+    """
+    device = _choose_device(config.device)
+    threads = config.threads or max(1, cores() // config.workers)
+    torch.set_num_threads(threads)
+    # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
+    torch.set_flush_denormal(True)
+
+    splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
+    config = config.model_copy(update={"data": splits.name, "threads": threads, "device": str(device)})
+    order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
+    augment = Augment.parse(config.augment, seed=config.seed)
+
+    torch.manual_seed(config.seed)
+    model = zoo.build(
+        config.model,
+        input=splits.train.shape,
+        classes=splits.train.classes,
+        options=config.model_options,
+    ).to(device)
+    _check_fit(model, splits, config.model)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    return Job(config, splits, model, optimizer, Loader(splits.train, order, augment), device)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        reason = str(error).splitlines()[0].rstrip(".")
+        found = f"cpu, {accelerator}" if accelerator else "cpu"
+        raise ConfigError(
+            f"device {wanted!r} cannot be used: {reason}.", f"This machine has {found}; see `shoal doctor`."
+        ) from None
+    return device
+
+
+def _check_fit(model: nn.Module, splits: Splits, name: str) -> None:
+    """Refuse a network that does not turn this data's samples into scores for this data's classes.
+
+    Costs one forward pass of one sample, without dropout, statistics or gradients.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"model {name!r} has no parameter to train.", "Give a factory of a trainable network."
+        )
+    x, y = splits.test.batch(data.first_indices(1))
+    device = next(model.parameters()).device
+    try:
+        with torch.inference_mode():
+            scores = model.eval()(x.to(device))
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(
+            f"model {name!r} cannot take a sample of {splits.name!r}, shape {tuple(x.shape[1:])}: {reason}.",
+            "Choose a model for this shape, or give the data another one with --input C,H,W.",
+        ) from error
+    finally:
+        model.train()
+    wanted = (1, splits.test.classes, *y.shape[1:])
+    if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != wanted:
+        got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise ModelError(
+            f"model {name!r} returns {got} for one sample of {splits.name!r}, which needs {wanted}.",
+            f"Choose a network for a task of kind {splits.test.task!r} with {splits.test.classes} classes.",
+        )

@@ -1,0 +1,41 @@
+"""The real command line, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+Shoal = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shoal(tmp_path: Path) -> Shoal:
+    """Run `shoal ARGUMENTS` in an empty folder, without colours, and give what it printed."""
+
+    def run(*arguments: str, timeout: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shoal", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "NO_COLOR": "1", **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """`--data` of a set that trains in a second: 80 + 20 grey images of 8x8 in four classes."""
+    draws = np.random.default_rng(0)
+    y = np.arange(100) % 4
+    x = draws.normal(y[:, None, None] * 40.0 + 60.0, 10.0, size=(100, 8, 8)).clip(0, 255).astype(np.uint8)
+    np.savez(tmp_path / "tiny.npz", x=x, y=y)
+    return "npz:tiny.npz"

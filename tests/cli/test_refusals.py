@@ -1,0 +1,128 @@
+"""Bad input: exit code 2, one message with the value and the remedy, no traceback, nothing left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shoal
+
+
+def refused(shoal: Shoal, *arguments: str, **variables: str) -> str:
+    run = shoal(*arguments, **variables)
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+    assert run.stderr.startswith("shoal: ")
+    assert run.stderr.count("shoal: ") == 1
+    assert 2 <= len(run.stderr.strip().splitlines()) <= 8, run.stderr  # the problem, then the remedy
+    return run.stderr
+
+
+def test_wrong_model_name(shoal: Shoal, tiny: str) -> None:
+    message = refused(shoal, "train", "--model", "resnet19", "--data", tiny, "--out", "out")
+    assert "'resnet19'" in message
+    assert "Did you mean 'resnet18'?" in message
+    assert "package.module:factory" in message
+
+
+def test_missing_data(shoal: Shoal, tmp_path: Path) -> None:
+    message = refused(
+        shoal, "train", "--data", "pets32", SHOAL_DATA=str(tmp_path / "nowhere"), HOME=str(tmp_path)
+    )
+    assert "pets32" in message
+    assert "SHOAL_DATA" in message
+
+
+def test_unknown_data(shoal: Shoal) -> None:
+    message = refused(shoal, "train", "--data", "digitz")
+    assert "'digitz'" in message
+    assert "digits" in message
+
+
+def test_batch_larger_than_the_data_set(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    message = refused(shoal, "train", "--data", tiny, "--batch", "81", "--out", "out")
+    assert "81" in message
+    assert "80" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_corrupt_file(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
+    message = refused(shoal, "train", "--data", "npz:broken.npz")
+    assert "broken.npz" in message
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs POSIX files")
+def test_unwritable_output_folder(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")  # root may write anywhere, but not below a file
+    message = refused(shoal, "train", "--data", tiny, "--out", "file/run")
+    assert "'file/run'" in message
+    assert "--out" in message
+
+
+def test_output_folder_that_holds_a_run(shoal: Shoal, tiny: str) -> None:
+    assert shoal("train", "--data", tiny, "--epochs", "1", "--batch", "40", "--out", "out").returncode == 0
+    message = refused(shoal, "train", "--data", tiny, "--out", "out")
+    assert "already holds a run" in message
+    assert "--resume out" in message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ("epohcs: 3\n", ["'epohcs'", "Did you mean 'epochs'?", "'recipe.yaml'"]),
+        ("epochs: [3\n", ["'recipe.yaml', line", "not YAML"]),
+        ("epochs: many\n", ["epochs = 'many'", "Passes over"]),
+    ],
+)
+def test_recipe_with_a_typo(shoal: Shoal, tmp_path: Path, recipe: str, named: list[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    message = refused(shoal, "train", "recipe.yaml")
+    for word in named:
+        assert word in message
+
+
+def test_recipe_that_is_not_there(shoal: Shoal) -> None:
+    assert "'nothing.yaml'" in refused(shoal, "train", "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["trian"], ["'trian'", "Did you mean 'train'?"]),
+        (["train", "--epohcs", "3"], ["--epohcs", "--epochs"]),
+        (["train", "--epochs"], ["--epochs", "argument"]),
+        (["train", "--epochs", "-1"], ["epochs = '-1'", "greater than 0"]),
+        (["train", "--device", "abacus"], ["'abacus'", "cpu"]),
+        (["train", "--workers", "2"], ["workers = 2", "one worker"]),
+        (["train", "--augment", "flap"], ["flap", "flip"]),
+        (["train", "--resume", "nowhere"], ["'nowhere'", "checkpoint.pt"]),
+        (["train", "--model", "shoal.zoo:nothing"], ["shoal.zoo:nothing"]),
+    ],
+)
+def test_options(shoal: Shoal, arguments: list[str], named: list[str]) -> None:
+    message = refused(shoal, *arguments)
+    for word in named:
+        assert word in message
+
+
+def test_network_that_does_not_fit_the_data(shoal: Shoal, tiny: str) -> None:
+    message = refused(shoal, "train", "--data", tiny, "--model", "alexnet")
+    assert "8x8" in message or "(1, 8, 8)" in message
+
+
+def test_network_for_another_task(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
+    )
+    message = refused(shoal, "train", "--data", tiny, "--model", "mine:net")
+    assert "(1, 3)" in message
+    assert "(1, 4)" in message
+
+
+def test_a_loss_that_is_no_number_is_a_failed_run(shoal: Shoal, tiny: str) -> None:
+    run = shoal("train", "--data", tiny, "--batch", "8", "--epochs", "9", "--lr", "1e30", "--out", "out")
+    assert run.returncode == 1
+    assert "--lr" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,223 @@
+"""`shoal train` as people use it: what it prints, what it leaves, stopping and going on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Shoal
+
+RESULT_FIELDS = (
+    "schema model data plan exchange workers replicas seed epochs steps samples final_loss test_accuracy "
+    "step_seconds_median samples_per_second bytes_per_step peak_memory_bytes staleness wall_seconds versions"
+)
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return content
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    run = shoal(
+        "train",
+        "--data",
+        tiny,
+        "--epochs",
+        "9",
+        "--batch",
+        "16",
+        "--log-every",
+        "2",
+        "--eval-every",
+        "4",
+        "--out",
+        "out",
+    )
+    assert run.returncode == 0, run.stderr
+    out = tmp_path / "out"
+    names = {"result.json", "metrics.jsonl", "config.yaml", "plan.json", "checkpoint.pt", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == names
+
+    result = result_of(out)
+    assert set(RESULT_FIELDS.split()) <= set(result)
+    assert (result["steps"], result["samples"], result["epochs"]) == (45, 720, 9)
+    assert result["bytes_per_step"] == {"predicted": 0, "counted": 0}
+    assert result["test_accuracy"] > 0.9  # four classes by brightness
+    assert json.loads((out / "plan.json").read_text())["layers"] == {"*": "1"}
+
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines if line["event"] == "steps"][:6] == [2, 4, 5, 7, 9, 10]
+    assert [line["epoch"] for line in lines if line["event"] == "test"] == [4, 8, 9]
+    assert lines[-1]["test_accuracy"] == result["test_accuracy"]
+
+    assert "test accuracy" in run.stdout
+    assert "images/s" in run.stdout
+    assert "out" in run.stdout.splitlines()[-1]
+    assert load_file(out / "model.safetensors")
+
+
+def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    for out, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        run = shoal("train", "--data", tiny, "--epochs", "2", "--batch", "16", "--seed", seed, "--out", out)
+        assert run.returncode == 0, run.stderr
+    a, b, c = (load_file(tmp_path / out / "model.safetensors") for out in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+    assert result_of(tmp_path / "a")["final_loss"] == result_of(tmp_path / "b")["final_loss"]
+
+
+def test_recipe_options_and_print_config(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("epochs: 7\nlr: 5e-3\nmodel: alexnet\n")
+    run = shoal("train", "recipe.yaml", "--epochs", "9", "--print-config")
+    assert run.returncode == 0
+    printed = yaml.safe_load(run.stdout)
+    assert (printed["epochs"], printed["lr"], printed["model"]) == (9, 5e-3, "alexnet")
+    (tmp_path / "again.yaml").write_text(run.stdout)
+    assert shoal("train", "again.yaml", "--print-config").stdout == run.stdout
+
+
+def test_own_model_from_the_working_folder(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def net(input, classes, width=5):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, classes))\n"
+    )
+    run = shoal(
+        "train",
+        "--model",
+        "mine:net",
+        "--model-options",
+        "width=7",
+        "--data",
+        tiny,
+        "--epochs",
+        "1",
+        "--out",
+        "o",
+    )
+    assert run.returncode == 0, run.stderr
+    assert result_of(tmp_path / "o")["parameters"] == 64 * 7 + 7 + 7 * 4 + 4
+
+
+def test_default_folder_is_new_each_time(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert shoal("train", "--data", tiny, "--epochs", "1", "--batch", "40").returncode == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+LONG = [
+    "--eval-every",
+    "20",
+    "--checkpoint-every",
+    "100",
+    "--batch",
+    "8",
+    "--log-every",
+    "3",
+    "--seed",
+    "5",
+    "--model",
+    "mine:net",
+]
+WITH_DROPOUT = (
+    "from torch import nn\n"
+    "def net(classes):\n"
+    "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(), "
+    "nn.Linear(144, classes))\n"
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_and_resumed_equals_never_stopped(
+    shoal: Shoal, tiny: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    settings = ["train", "--data", tiny, *LONG, "--epochs", "60", "--augment", "flip,shift:1"]
+    assert shoal(*settings, "--out", "whole").returncode == 0
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", *settings, "--out", "parts"],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "shoal train --resume parts" in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "parts" / "result.json").exists()
+    stopped_at = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["steps"]
+    assert 0 < stopped_at < 600  # the signal came in the middle, or this test shows nothing
+    metrics_of(tmp_path / "parts")  # whole lines only
+
+    run = shoal("train", "--resume", "parts")
+    assert run.returncode == 0, run.stderr
+    whole, parts = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    timeless = [
+        [
+            {k: v for k, v in line.items() if k not in ("samples_per_sec", "step_time_ms")}
+            for line in metrics_of(tmp_path / out)
+        ]
+        for out in ("whole", "parts")
+    ]
+    assert timeless[0] == timeless[1]
+    assert result_of(tmp_path / "whole")["final_loss"] == result_of(tmp_path / "parts")["final_loss"]
+
+
+def stop_during_training(process: subprocess.Popen[str], metrics: Path, number: signal.Signals) -> None:
+    """Send the signal once the run has written some lines."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.stat().st_size > 2000:
+            process.send_signal(number)
+            return
+        time.sleep(0.005)
+    pytest.fail("the run ended before it could be stopped")
+
+
+def test_resume_refuses_what_would_change_the_past_and_takes_more_epochs(
+    shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    assert shoal("train", "--data", tiny, "--epochs", "1", "--batch", "16", "--out", "o").returncode == 0
+    finished = shoal("train", "--resume", "o")
+    assert finished.returncode == 2
+    assert "--epochs" in finished.stderr
+    changed = shoal("train", "--resume", "o", "--batch", "8", "--epochs", "2")
+    assert changed.returncode == 2
+    assert "batch = 16" in changed.stderr
+    more = shoal("train", "--resume", "o", "--epochs", "3")
+    assert more.returncode == 0, more.stderr
+    assert result_of(tmp_path / "o")["epochs"] == 3
+    assert [line["epoch"] for line in metrics_of(tmp_path / "o") if line["event"] == "test"] == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_named(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    assert shoal("train", "--data", tiny, "--epochs", "1", "--batch", "16", "--out", "o").returncode == 0
+    path = tmp_path / "o" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    run = shoal("train", "--resume", "o", "--epochs", "2")
+    assert run.returncode == 2
+    assert "checkpoint.pt" in run.stderr
+    assert "Traceback" not in run.stderr

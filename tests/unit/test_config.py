@@ -1,0 +1,93 @@
+"""Settings: what is accepted, what is refused, and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config import TrainConfig, read_recipe
+from shoal.errors import ConfigError
+
+FLAGS = (
+    "model model_options data input classes augment epochs batch lr schedule warmup momentum weight_decay "
+    "seed workers threads device out eval_every checkpoint_every log_every"
+)
+
+
+def test_settings_are_pinned() -> None:
+    """A new setting is a decision: it becomes a flag, a recipe's key and a line of config.yaml."""
+    assert list(TrainConfig.model_fields) == FLAGS.split()
+
+
+def test_every_setting_explains_itself() -> None:
+    assert all(field.description for field in TrainConfig.model_fields.values())
+
+
+def test_text_from_a_command_line_becomes_values() -> None:
+    config = TrainConfig.parse({"epochs": "3", "lr": "1e-2", "input": "3,32,48", "out": "there"})
+    assert (config.epochs, config.lr, config.input, config.out) == (3, 0.01, (3, 32, 48), Path("there"))
+
+
+@given(
+    epochs=st.integers(1, 10**6),
+    lr=st.floats(1e-9, 1e3),
+    shape=st.none() | st.lists(st.integers(1, 4096), min_size=1, max_size=4).map(tuple),
+    schedule=st.sampled_from(["cosine", "step", "constant"]),
+    out=st.none() | st.just(Path("a folder/it")),
+)
+def test_yaml_reads_back_equal(epochs: int, lr: float, shape: Any, schedule: Any, out: Path | None) -> None:
+    config = TrainConfig(epochs=epochs, lr=lr, input=shape, schedule=schedule, out=out)
+    assert TrainConfig.parse(yaml.safe_load(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"epohcs": 3}, ["'epohcs'", "Did you mean 'epochs'"]),
+        ({"epochs": "three"}, ["epochs = 'three'", "Passes over the training set"]),
+        ({"epochs": 0}, ["epochs = 0", "greater than 0"]),
+        ({"lr": "nan"}, ["lr = 'nan'", "finite"]),
+        ({"schedule": "sine"}, ["schedule = 'sine'", "'cosine'"]),
+        ({"momentum": 1}, ["momentum = 1", "less than 1"]),
+        ({"input": "3,x"}, ["input", "integer"]),
+        ({"input": "3,0,4"}, ["input", "greater than 0"]),
+        ({"model_options": "width"}, ["model_options = 'width'", "name=value"]),
+        ({"workers": 2}, ["workers = 2", "one worker"]),
+        ({"warmup": 5, "epochs": 5}, ["warmup = 5", "epochs = 5"]),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(values: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.parse(values, source="recipe 'r.yaml': ")
+    assert caught.value.remedy
+    for word in named:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("epochs: [1", ["line 1", "not YAML"]),
+        ("a: 1\n  b: 2", ["line 2", "not YAML"]),
+        ("- 1\n- 2", ["list", "names and values"]),
+        ("just words", ["str"]),
+    ],
+)
+def test_a_recipe_that_is_none(tmp_path: Path, text: str, named: list[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    for word in [*named, "recipe.yaml"]:
+        assert word in str(caught.value)
+
+
+def test_recipes_may_be_empty_and_use_dashes(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("")
+    assert read_recipe(path) == {}
+    path.write_text("weight-decay: 5e-4\n")
+    assert TrainConfig.parse(read_recipe(path)).weight_decay == 5e-4
