@@ -4,6 +4,7 @@
     ├── InputError              exit 2   something the user gave does not work; nothing was started
     │   ├── ConfigError                  an option or a line of a recipe
     │   ├── ModelError                   a model's name, factory or size
+    │   ├── CaptureError                 a network that cannot be followed
     │   ├── DataError                    a data set that is missing, corrupt or too small
     │   ├── PlanError                    a cut that cannot be read or does not fit
     │   ├── OutputError                  a folder that cannot be written, or already holds a run
@@ -46,6 +47,10 @@ class ConfigError(InputError):
 
 class ModelError(InputError):
     """A model's name, its factory, or a size it cannot take."""
+
+
+class CaptureError(InputError):
+    """A network that torch.export, or a plan, cannot follow."""
 
 
 class DataError(InputError):

@@ -1,6 +1,11 @@
-"""How one layer's output is cut over ranks. Integers only: no tensors, no processes."""
+"""How a layer's work is cut over ranks. Integers only: no tensors, no processes.
+
+Words: a `Span` is a run of rows of one dim, a `Box` one span per dim, a `Cut` says into how many parts each
+dim of a layer goes. Parts are as even as possible and the longer ones come first, so no part is ever empty.
+"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -11,6 +16,74 @@ DIMS = "nckdhw"
 """Sample, channel, contracted input channel, depth, height, width: the order in which a cut is written."""
 
 _TERM = re.compile(r"([a-z])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `start` up to, not including, `stop`. Empty spans are allowed and are false."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start, 0)
+
+    def __and__(self, other: "Span") -> "Span":
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shifted(self, by: int) -> "Span":
+        """The same rows, counted from another origin."""
+        return Span(self.start + by, self.stop + by)
+
+    def scaled(self, by: int) -> "Span":
+        """The rows that these rows become when each stands for `by` rows."""
+        return Span(self.start * by, self.stop * by)
+
+
+Box = tuple[Span, ...]
+"""One span per dim of a tensor, in the whole tensor's own rows."""
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return tuple(Span(0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """Elements in a box; a box without dims is a scalar's and has one."""
+    return prod(map(len, box))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share, or None."""
+    shared = tuple(x & y for x, y in zip(a, b, strict=True))
+    return shared if all(shared) else None
+
+
+def slices(inner: Box, origin: Box) -> tuple[slice, ...]:
+    """Where the rows of `inner` stand in a tensor that holds the rows of `origin`."""
+    return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, origin, strict=True))
+
+
+def cut(size: int, parts: int, *, grain: int = 1) -> tuple[Span, ...]:
+    """Cut `size` rows into `parts` spans, each a multiple of `grain` rows, as even as that allows.
+
+    >>> cut(7, 3)
+    (Span(start=0, stop=3), Span(start=3, stop=5), Span(start=5, stop=7))
+    >>> cut(12, 2, grain=4)
+    (Span(start=0, stop=8), Span(start=8, stop=12))
+    """
+    grains, rest = divmod(size, grain)
+    if rest or not 1 <= parts <= grains:
+        unit = "row" if grain == 1 else f"{grain} rows"
+        raise PlanError(
+            f"{size} rows cannot be cut into {parts} parts.",
+            f"Each part needs {unit}: at most {grains} parts fit.",
+        )
+    base, longer = divmod(grains, parts)
+    edges = [(i * base + min(i, longer)) * grain for i in range(parts + 1)]
+    return tuple(map(Span, edges, edges[1:]))
 
 
 @dataclass(frozen=True)
@@ -47,3 +120,7 @@ class Cut:
 
     def __str__(self) -> str:
         return "".join(f"{dim}{degree}" for dim, degree in self.degrees) or "1"
+
+    def degree(self, dim: str) -> int:
+        """Parts along one dim; 1 where it stays whole."""
+        return dict(self.degrees).get(dim, 1)

@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "shoal"
 
-NOUNS = {"_version", "errors", "units", "files", "machine", "partition", "plan", "config", "result"}
+NOUNS = {
+    *("_version", "errors", "units", "files", "machine"),
+    *("partition", "moves", "graph", "plan", "config", "result"),
+}
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
@@ -16,6 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "machine": set(),
     "partition": {"errors"},
+    "moves": {"partition"},
+    "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
     "config": {"errors"},
     "result": {"_version"},

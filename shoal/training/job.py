@@ -7,7 +7,7 @@ can be trained.
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal import data, zoo
 from shoal.config import TrainConfig
@@ -48,7 +48,7 @@ def prepare(config: TrainConfig) -> Job:
     splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     config = config.model_copy(update={"data": splits.name, "threads": threads, "device": str(device)})
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
-    augment = Augment.parse(config.augment, seed=config.seed)
+    loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
 
     torch.manual_seed(config.seed)
     model = zoo.build(
@@ -57,11 +57,11 @@ def prepare(config: TrainConfig) -> Job:
         classes=splits.train.classes,
         options=config.model_options,
     ).to(device)
-    _check_fit(model, splits, config.model)
+    _check_fit(model, config.model, splits, loader)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
-    return Job(config, splits, model, optimizer, Loader(splits.train, order, augment), device)
+    return Job(config, splits, model, optimizer, loader, device)
 
 
 def _choose_device(wanted: str) -> torch.device:
@@ -80,24 +80,33 @@ def _choose_device(wanted: str) -> torch.device:
     return device
 
 
-def _check_fit(model: nn.Module, splits: Splits, name: str) -> None:
+def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> None:
     """Refuse a network that does not turn this data's samples into scores for this data's classes.
 
-    Costs one forward pass of one sample, without dropout, statistics or gradients.
+    Costs a forward pass of one test sample, and of one training sample where augmentation changes its shape.
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            f"model {name!r} has no parameter to train.", "Give a factory of a trainable network."
+            f"the model {name!r} has no parameter to train.", "Give a factory of a trainable network."
         )
     x, y = splits.test.batch(data.first_indices(1))
+    _check_sample(model, name, splits, x, y)
+    if loader.augment is not None and loader.augment.out_shape(splits.train.shape) != x.shape[1:]:
+        x, y = loader.batch(0, 0)
+        _check_sample(model, name, splits, x[:1], y[:1])
+
+
+def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Tensor) -> None:
+    """One sample through the network: no dropout, no statistics, no gradients, no random draws."""
     device = next(model.parameters()).device
     try:
         with torch.inference_mode():
             scores = model.eval()(x.to(device))
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
+        shape = tuple(x.shape[1:])
         raise ModelError(
-            f"model {name!r} cannot take a sample of {splits.name!r}, shape {tuple(x.shape[1:])}: {reason}.",
+            f"the model {name!r} cannot take a sample of {splits.name!r}, shape {shape}: {reason}.",
             "Choose a model for this shape, or give the data another one with --input C,H,W.",
         ) from error
     finally:
@@ -106,6 +115,6 @@ def _check_fit(model: nn.Module, splits: Splits, name: str) -> None:
     if not isinstance(scores, torch.Tensor) or tuple(scores.shape) != wanted:
         got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise ModelError(
-            f"model {name!r} returns {got} for one sample of {splits.name!r}, which needs {wanted}.",
+            f"the model {name!r} returns {got} for one sample of {splits.name!r}, which needs {wanted}.",
             f"Choose a network for a task of kind {splits.test.task!r} with {splits.test.classes} classes.",
         )

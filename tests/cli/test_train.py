@@ -56,7 +56,7 @@ def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None
     assert set(RESULT_FIELDS.split()) <= set(result)
     assert (result["steps"], result["samples"], result["epochs"]) == (45, 720, 9)
     assert result["bytes_per_step"] == {"predicted": 0, "counted": 0}
-    assert result["test_accuracy"] > 0.9  # four classes by brightness
+    assert result["test_accuracy"] > 0.5  # chance is 0.25
     assert json.loads((out / "plan.json").read_text())["layers"] == {"*": "1"}
 
     lines = metrics_of(out)
