@@ -14,7 +14,16 @@ from shoal._version import __version__
 
 if TYPE_CHECKING:
     from shoal import data, errors, zoo
+    from shoal.capturing import capture
     from shoal.config import TrainConfig
+    from shoal.execution import (
+        ParallelModule,
+        clip_grad_norm_,
+        full_state_dict,
+        load_full_state_dict,
+        parallelize,
+    )
+    from shoal.graph import LayerGraph
     from shoal.partition import Cut
     from shoal.plan import Plan
     from shoal.result import RunResult
@@ -22,6 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "parallelize",
+    "ParallelModule",
+    "full_state_dict",
+    "load_full_state_dict",
+    "clip_grad_norm_",
+    "capture",
+    "LayerGraph",
     "TrainConfig",
     "train",
     "resume",
@@ -35,6 +51,13 @@ __all__ = [
 ]
 
 _HOME = {
+    "parallelize": "shoal.execution",
+    "ParallelModule": "shoal.execution",
+    "full_state_dict": "shoal.execution",
+    "load_full_state_dict": "shoal.execution",
+    "clip_grad_norm_": "shoal.execution",
+    "capture": "shoal.capturing",
+    "LayerGraph": "shoal.graph",
     "TrainConfig": "shoal.config",
     "train": "shoal.training",
     "resume": "shoal.training",

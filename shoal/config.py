@@ -150,9 +150,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
             f"there is no recipe {str(path)!r}.", "Give the path of a YAML file, or settings as options."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"recipe {str(path)!r} cannot be read: {error}.", "Give a readable YAML file."
-        ) from None
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}.", "Give a readable YAML file.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

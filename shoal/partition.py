@@ -111,6 +111,11 @@ class Cut:
             )
         if 0 in degrees.values():
             raise PlanError(f"cut {text!r} asks for 0 parts.", "Each dim has at least 1 part.")
+        return cls.of(**degrees)
+
+    @classmethod
+    def of(cls, **degrees: int) -> Self:
+        """A cut from numbers: `Cut.of(n=2, h=2)`; degrees of 1 are left out."""
         return cls(tuple((dim, degrees[dim]) for dim in DIMS if degrees.get(dim, 1) > 1))
 
     @property

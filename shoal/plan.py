@@ -41,9 +41,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote; a file that is missing, not JSON or of another schema is a `PlanError`."""
-        remedy = (
-            'A plan is JSON: {"schema": "shoal.plan/1", "name": "mine", "ranks": 4, "layers": {"*": "n4"}}.'
-        )
+        remedy = 'A plan is JSON: {"schema": "shoal.plan/1", "name": "mine", "ranks": 4, "layers": {"*": "n4"}}.'
         try:
             content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -56,13 +54,9 @@ class Plan:
                 "layers": dict(layers),
                 **rest,
             } if not rest:
-                return cls(
-                    name=name, ranks=ranks, layers=tuple((p, Cut.parse(str(c))) for p, c in layers.items())
-                )
+                return cls(name=name, ranks=ranks, layers=tuple((p, Cut.parse(str(c))) for p, c in layers.items()))
             case {"schema": other} if other != SCHEMA:
-                raise PlanError(
-                    f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy
-                )
+                raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
-    *("partition", "moves", "graph", "plan", "config", "result"),
+    *("partition", "moves", "graph", "plan", "traffic", "config", "result"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -24,6 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"errors", "files", "partition"},
     "config": {"errors"},
     "result": {"_version"},
+    "traffic": set(),
+    "operators": {"graph", "partition"},
+    "capturing": {"errors", "graph", "operators"},
+    "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
+    "planning": {"errors", "graph", "partition", "plan", "operators", "lowering"},
+    "transport": {"traffic"},
+    "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
     "training": NOUNS | {"zoo", "data"},

@@ -116,6 +116,4 @@ def _extras() -> Iterator[Finding]:
         "" if there else "pip install 'shoal[images]'",
     )
     launcher = shutil.which("torchrun") or importlib.util.find_spec("torch.distributed.run") is not None
-    yield Finding(
-        "torchrun", "found" if launcher else "not found", "" if launcher else "pip install torch==2.13.0"
-    )
+    yield Finding("torchrun", "found" if launcher else "not found", "" if launcher else "pip install torch==2.13.0")

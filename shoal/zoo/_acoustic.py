@@ -14,9 +14,7 @@ from shoal.zoo._sample import check_at_least_one, check_sample
 class Acoustic(nn.Module):
     """Three convolutions over frequency x time, each followed by pooling, then two dense layers."""
 
-    def __init__(
-        self, channels: int, bands: int, frames: int, classes: int, width: int, dropout: float
-    ) -> None:
+    def __init__(self, channels: int, bands: int, frames: int, classes: int, width: int, dropout: float) -> None:
         super().__init__()
         wide = 2 * width
         self.features = nn.Sequential(

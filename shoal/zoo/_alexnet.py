@@ -43,9 +43,7 @@ class AlexNet(nn.Module):
         return scores
 
 
-def alexnet(
-    *, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5
-) -> nn.Module:
+def alexnet(*, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     """AlexNet; its parameters are the same in number at every height and width."""
     check_sample("alexnet", input, classes, (63, 63))
     return AlexNet(input[0], classes, dropout)

@@ -215,9 +215,7 @@ class InceptionV3(nn.Module):
         return scores
 
 
-def inception_v3(
-    *, input: tuple[int, ...] = (3, 299, 299), classes: int = 1000, dropout: float = 0.5
-) -> nn.Module:
+def inception_v3(*, input: tuple[int, ...] = (3, 299, 299), classes: int = 1000, dropout: float = 0.5) -> nn.Module:
     """Inception-v3 without its auxiliary head."""
     check_sample("inception_v3", input, classes, (75, 75))
     return InceptionV3(input[0], classes, dropout)

@@ -5,9 +5,7 @@ from typing import Literal
 from torch import nn
 
 
-def kaiming_(
-    model: nn.Module, *, mode: Literal["fan_in", "fan_out"], linear_std: float | None = None
-) -> None:
+def kaiming_(model: nn.Module, *, mode: Literal["fan_in", "fan_out"], linear_std: float | None = None) -> None:
     """He's normal distribution for every convolution, N(0, `linear_std`) for every dense layer; biases 0.
 
     Without `linear_std` dense layers keep torch's own start. Batch norm starts at scale 1, shift 0

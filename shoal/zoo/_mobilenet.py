@@ -71,9 +71,7 @@ class MobileNetV2(nn.Module):
         return scores
 
 
-def mobilenet_v2(
-    *, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.2
-) -> nn.Module:
+def mobilenet_v2(*, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.2) -> nn.Module:
     """MobileNetV2 of width 1; every layer is padded, so it takes any height and width."""
     check_sample("mobilenet_v2", input, classes, (1, 1))
     return MobileNetV2(input[0], classes, dropout)

@@ -38,15 +38,12 @@ def check_sample(network: str, input: tuple[int, ...], classes: int, *smallest: 
     if any(size < needed for size, needed in zip(extents, least, strict=True)):
         fits = (input[0], *map(max, extents, least))
         raise ModelError(
-            f"{network} cannot take the input shape {given}: "
-            f"{shape_text(extents, 'x')} is too small for its strides.",
+            f"{network} cannot take the input shape {given}: {shape_text(extents, 'x')} is too small for its strides.",
             f"The smallest that works is {shape_text(least, 'x')}: "
             f"give {shape_text(fits)} or more, or choose a network with fewer strides.",
         )
     if not isinstance(classes, int) or classes < 1:
-        raise ModelError(
-            f"{network} cannot have {classes} classes.", "Give a number of classes of at least 1."
-        )
+        raise ModelError(f"{network} cannot have {classes} classes.", "Give a number of classes of at least 1.")
 
 
 def check_at_least_one(network: str, **options: int) -> None:

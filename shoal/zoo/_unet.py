@@ -63,9 +63,7 @@ class UNet(nn.Module):
         return scores
 
 
-def unet(
-    *, input: tuple[int, ...] = (1, 1024, 1024), classes: int = 2, width: int = 32, depth: int = 4
-) -> nn.Module:
+def unet(*, input: tuple[int, ...] = (1, 1024, 1024), classes: int = 2, width: int = 32, depth: int = 4) -> nn.Module:
     """U-Net for images (channels, height, width) or volumes (channels, depth, height, width).
 
     Every level halves the map, so each spatial extent must be a multiple of `2**depth`.

@@ -106,9 +106,7 @@ def _split(spec: str) -> tuple[str, str]:
     """The module and the factory that `package.module:factory` names."""
     module_name, colon, attribute = spec.partition(":")
     if not colon:
-        raise ModelError(
-            f"there is no model {spec!r} in the zoo.", f"{suggestion(spec, names())} {_OWN_FORM}"
-        )
+        raise ModelError(f"there is no model {spec!r} in the zoo.", f"{suggestion(spec, names())} {_OWN_FORM}")
     if not module_name or not attribute:
         raise ModelError(f"the model {spec!r} lacks a module or a factory.", _OWN_FORM)
     return module_name, attribute
@@ -192,9 +190,7 @@ def _callables(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_")
-        and callable(value)
-        and getattr(value, "__module__", None) == module.__name__
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
 
 

@@ -27,9 +27,7 @@ def test_wrong_model_name(shoal: Shoal, tiny: str) -> None:
 
 
 def test_missing_data(shoal: Shoal, tmp_path: Path) -> None:
-    message = refused(
-        shoal, "train", "--data", "pets32", SHOAL_DATA=str(tmp_path / "nowhere"), HOME=str(tmp_path)
-    )
+    message = refused(shoal, "train", "--data", "pets32", SHOAL_DATA=str(tmp_path / "nowhere"), HOME=str(tmp_path))
     assert "pets32" in message
     assert "SHOAL_DATA" in message
 

@@ -20,9 +20,7 @@ def parsed(spec: str, seed: int = 0) -> Augment:
     return augment
 
 
-def run(
-    spec: str, x: Tensor, y: Tensor | None = None, *, epoch: int = 0, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def run(spec: str, x: Tensor, y: Tensor | None = None, *, epoch: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
     labels = torch.zeros(len(x), dtype=torch.int64) if y is None else y
     return parsed(spec, seed)(x, labels, indices=np.arange(len(x), dtype=np.int64), epoch=epoch)
 

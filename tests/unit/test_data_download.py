@@ -49,9 +49,7 @@ def remote(name: str, content: bytes = CONTENT) -> Remote:
     return Remote(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_files_arrive_whole(
-    served: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_arrive_whole(served: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, url = served
     (source / "a.gz").write_bytes(CONTENT)
     (source / "b.gz").write_bytes(b"b")

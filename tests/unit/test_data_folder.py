@@ -65,9 +65,7 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert data.load(f"folder:{tmp_path}").train.classes == 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "channels"), [("L", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3), ("I;16", 1)]
-)
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3), ("I;16", 1)])
 def test_channels_follow_the_first_image(mode: str, channels: int, folder: Path) -> None:
     paint(folder / "cat" / "0.png", mode=mode, level=1)
     assert data.load(f"folder:{folder}").train.shape == (channels, 6, 8)

@@ -22,9 +22,7 @@ def walk(order: BatchOrder, position: Position, steps: int) -> Iterator[NDArray[
 
 
 @given(sizes, seeds, st.integers(0, 40))
-def test_restoring_at_any_position_continues_with_the_same_batches(
-    size: tuple[int, int], seed: int, stop: int
-) -> None:
+def test_restoring_at_any_position_continues_with_the_same_batches(size: tuple[int, int], seed: int, stop: int) -> None:
     samples, batch = size
     whole = list(walk(BatchOrder(samples=samples, batch=batch, seed=seed), Position(), stop + 5))
     position = Position()

@@ -169,9 +169,7 @@ def test_damaged_npz_sets(nowhere: Path) -> None:
 def test_damaged_fashion_mnist(nowhere: Path) -> None:
     for name in catalog.FASHION_MNIST.files:
         (nowhere / name).write_bytes(gzip.compress(b"not it"))
-    with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte\.gz has \d+ bytes where 26421856"
-    ) as caught:
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz has \d+ bytes where 26421856") as caught:
         data.load("fashion-mnist")
     assert "Delete that file" in caught.value.remedy
 
@@ -282,14 +280,10 @@ def test_another_number_of_classes_is_refused() -> None:
 
 
 def test_the_doctor_needs_no_torch() -> None:
-    program = (
-        "import sys; from shoal import data; data.names(), data.forms(), data.where(), data.default_name()"
-    )
+    program = "import sys; from shoal import data; data.names(), data.forms(), data.where(), data.default_name()"
     check = "; sys.exit([m for m in ('torch', 'numpy', 'mlxtend', 'sklearn') if m in sys.modules] or 0)"
     subprocess.run([sys.executable, "-c", program + check], check=True)
-    failed = subprocess.run(
-        [sys.executable, "-c", program + "; data.load" + check], check=False, capture_output=True
-    )
+    failed = subprocess.run([sys.executable, "-c", program + "; data.load" + check], check=False, capture_output=True)
     assert b"torch" in failed.stderr  # the check itself can fail
 
 

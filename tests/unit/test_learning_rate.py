@@ -13,8 +13,7 @@ schedules = st.sampled_from(["cosine", "step", "constant"])
 def test_climbs_to_the_peak_then_never_rises(schedule: Schedule, warmup: int, rest: int, peak: float) -> None:
     total = warmup + rest
     rates = [
-        rate_at(step, peak=peak, schedule=schedule, warmup_steps=warmup, total_steps=total)
-        for step in range(total)
+        rate_at(step, peak=peak, schedule=schedule, warmup_steps=warmup, total_steps=total) for step in range(total)
     ]
     assert rates[:warmup] == sorted(rates[:warmup])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)

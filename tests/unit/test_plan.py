@@ -27,9 +27,7 @@ def test_what_is_not_a_cut_is_refused(text: str) -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), cuts))
-def test_a_plan_reads_back_from_its_file(
-    tmp_path_factory: pytest.TempPathFactory, layers: dict[str, Cut]
-) -> None:
+def test_a_plan_reads_back_from_its_file(tmp_path_factory: pytest.TempPathFactory, layers: dict[str, Cut]) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan = Plan(name="mine", ranks=12**6, layers=tuple(layers.items()))
     plan.save(path)

@@ -238,8 +238,7 @@ def test_too_small_an_input_is_refused_and_the_smallest_is_not(name: str) -> Non
             on_meta(name, input=(1, *given))
         shown = ",".join(map(str, given))
         assert caught.value.problem == (
-            f"{name} cannot take the input shape 1,{shown}: "
-            f"{given[0]}x{given[1]} is too small for its strides."
+            f"{name} cannot take the input shape 1,{shown}: {given[0]}x{given[1]} is too small for its strides."
         )
         assert caught.value.remedy.startswith(
             f"The smallest that works is {height}x{width}: give 1,{height},{width} or more"
@@ -419,9 +418,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_models" / "leave.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "own_models" / "typo.py").write_text("def net(:\n")
     (tmp_path / "own_models" / "empty.py").write_text("")
-    (tmp_path / "blocks.py").write_text(
-        "from torch import nn\n\n\ndef block():\n    return nn.Linear(5, 5)\n"
-    )
+    (tmp_path / "blocks.py").write_text("from torch import nn\n\n\ndef block():\n    return nn.Linear(5, 5)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     for name in [name for name in sys.modules if name.partition(".")[0] in ("own_models", "blocks")]:
@@ -510,8 +507,7 @@ def test_build_refuses_an_option_that_the_factory_lacks(spec: str, remedy: str) 
         ),
         (
             "no_such_package.nets:neither",
-            "the model 'no_such_package.nets:neither' cannot be imported: "
-            "there is no module 'no_such_package'.",
+            "the model 'no_such_package.nets:neither' cannot be imported: there is no module 'no_such_package'.",
             "It was looked for in {folder} and among the installed packages. "
             "A model of your own is given as package.module:factory.",
         ),
@@ -528,8 +524,7 @@ def test_build_refuses_an_option_that_the_factory_lacks(spec: str, remedy: str) 
         ),
         (
             "own_models.leave:net",
-            "the model 'own_models.leave:net' cannot be imported: "
-            "importing own_models.leave raised SystemExit: 3.",
+            "the model 'own_models.leave:net' cannot be imported: importing own_models.leave raised SystemExit: 3.",
             "Correct that module until `python -c 'import own_models.leave'` succeeds.",
         ),
         (
@@ -556,8 +551,7 @@ def test_build_refuses_an_option_that_the_factory_lacks(spec: str, remedy: str) 
         ),
         (
             "own_models.nets:broken",
-            "the model 'own_models.nets:broken' could not be built: "
-            "its factory raised ValueError: three is too many.",
+            "the model 'own_models.nets:broken' could not be built: its factory raised ValueError: three is too many.",
             "It was called as factory(): correct the factory, or what it is given.",
         ),
         (
@@ -567,14 +561,12 @@ def test_build_refuses_an_option_that_the_factory_lacks(spec: str, remedy: str) 
         ),
         (
             "own_models.nets:forgets",
-            "the model 'own_models.nets:forgets' could not be built: "
-            "it returned None, not a torch.nn.Module.",
+            "the model 'own_models.nets:forgets' could not be built: it returned None, not a torch.nn.Module.",
             "Name a function that returns the model, or the model's class.",
         ),
         (
             "own_models.nets:returns_list",
-            "the model 'own_models.nets:returns_list' could not be built: "
-            "it returned list, not a torch.nn.Module.",
+            "the model 'own_models.nets:returns_list' could not be built: it returned list, not a torch.nn.Module.",
             "Name a function that returns the model, or the model's class.",
         ),
         ("own_models.nets:refuses", "Too thin.", "Feed it."),

@@ -1,0 +1,10 @@
+"""Execution: a program on real tensors and real processes.
+
+`parallelize.py` builds a `ParallelModule` (`module.py`), whose `engine.py` runs the program's list forward and
+backward: `transfer.py` carries out moves, `peers.py` sums within layers, `gradients.py` sums gradients.
+"""
+
+from shoal.execution.module import ParallelModule, clip_grad_norm_, full_state_dict, load_full_state_dict
+from shoal.execution.parallelize import parallelize
+
+__all__ = ["ParallelModule", "clip_grad_norm_", "full_state_dict", "load_full_state_dict", "parallelize"]

@@ -1,0 +1,96 @@
+"""Where the caller's tensors meet the program: how inputs and results are laid over ranks, and what they weigh."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from shoal.errors import RunError
+from shoal.graph import LayerGraph
+from shoal.lowering.program import Inputs, Program
+from shoal.moves import Layout
+from shoal.operators.base import letters
+from shoal.partition import Box, Cut, Span, cut, volume, whole
+
+IO = Literal["share", "whole", "tile"]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The caller's side of a network on `ranks` ranks."""
+
+    io: IO
+    ranks: int
+
+    def inputs(self, graph: LayerGraph, shares: Sequence[int], first_cuts: Mapping[str, Cut], result: Layout) -> Inputs:
+        """What every rank passes.
+
+        As tiles, the first input is cut as the layer that reads it first; a target as the `result` that is compared
+        with it.
+        """
+        if self.io == "whole":
+            return Inputs({name: (whole(spec.shape),) * self.ranks for name, spec in graph.inputs.items()}, copies=True)
+        if self.io == "share":
+            return Inputs({name: samples(spec.shape, shares) for name, spec in graph.inputs.items()}, copies=False)
+        first, *target = graph.inputs
+        layouts = {first: tiles(graph.inputs[first].shape, first_cuts[first], self.ranks)}
+        return Inputs({**layouts, **dict.fromkeys(target, result)}, copies=False)
+
+    def output(self, graph: LayerGraph, shares: Sequence[int]) -> Layout | None:
+        """What every rank gets; None: what it computed."""
+        spec = graph.specs[graph.output]
+        if self.io == "whole" or spec.shape[:1] != (graph.batch,):
+            return (whole(spec.shape),) * self.ranks
+        return samples(spec.shape, shares) if self.io == "share" else None
+
+    def batch(self, sizes: Sequence[int], captured: int) -> tuple[int, ...]:
+        """Samples per rank of the batch at hand, from the number that each rank passed."""
+        if self.io == "share":
+            return tuple(sizes)
+        if self.io == "whole" and len(set(sizes)) > 1:
+            raise RunError(
+                f"with io='whole' every rank passes the same batch, but they passed {list(sizes)} samples.",
+                "Pass the whole batch on every rank, or use io='share'.",
+            )
+        return even_shares(sizes[0] if self.io == "whole" else captured, self.ranks)
+
+    def weight(self, program: Program, rank: int) -> float:
+        """What a rank's result counts for in the mean over all ranks: its part of the samples and pixels."""
+        box = program.output.tiles[rank]
+        everything = whole(program.graph.specs[program.graph.output].shape)
+        if self.io == "whole" or (box is not None and box.box == everything):
+            return 1 / self.ranks
+        return 0.0 if box is None else _places(box.box) / _places(everything)
+
+
+def _places(box: Box) -> int:
+    """Samples and pixels of a result, its channels left out."""
+    return volume(box[:1] + box[2:])
+
+
+def samples(shape: Sequence[int], shares: Sequence[int]) -> Layout:
+    """Each rank's own samples, one after the other; None for a rank without any."""
+    boxes: list[Box | None] = []
+    start = 0
+    for share in shares:
+        boxes.append((Span(start, start + share), *whole(shape[1:])) if share else None)
+        start += share
+    return tuple(boxes)
+
+
+def tiles(shape: Sequence[int], reader: Cut, ranks: int) -> Layout:
+    """A tensor cut as its first reader is, halos not included; a reader's `k` is the tensor's channels."""
+    names = ["k" if letter == "c" else letter for letter in letters(len(shape))]
+    spans = [cut(size, min(reader.degree(name), size)) for name, size in zip(names, shape, strict=True)]
+    boxes: list[Box | None] = list(product(*spans))
+    return (*boxes, *(None,) * (ranks - len(boxes)))
+
+
+def even_shares(batch: int, ranks: int) -> tuple[int, ...]:
+    """The batch as evenly as possible; ranks beyond the last sample get none.
+
+    >>> even_shares(5, 2), even_shares(1, 3)
+    ((3, 2), (1, 0, 0))
+    """
+    spans = cut(batch, min(batch, ranks))
+    return (*map(len, spans), *(0,) * (ranks - len(spans)))

@@ -1,0 +1,108 @@
+"""Sum gradients among the ranks that hold the same shard, in buckets, while backward still runs.
+
+Promise   every rank of a shard ends with the same bits.
+Cost      2 (P-1)/P of a shard's bytes sent by each of its P ranks; a shard on one rank sends nothing.
+Order     buckets are filled in the order in which backward finishes parameters, which the program fixes, so
+          all ranks start the same sums in the same order even where one of them had nothing to add.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets
+from shoal.transport import Transport, Waitable
+
+PURPOSE = "gradient"
+
+
+class Collector(Protocol):
+    """Where backward puts each parameter's gradient as soon as it is final on this rank."""
+
+    def ready(self, name: str, grad: Tensor) -> None:
+        """Called once per trainable parameter, in the program's order."""
+        ...
+
+    def finish(self) -> Mapping[str, Tensor]:
+        """The gradients, by name, when all that was started is done."""
+        ...
+
+
+class Kept:
+    """Gradients that stay this rank's own, as inside `no_sync`."""
+
+    def __init__(self) -> None:
+        self._grads: dict[str, Tensor] = {}
+
+    def ready(self, name: str, grad: Tensor) -> None:
+        """Keep it."""
+        self._grads[name] = grad
+
+    def finish(self) -> Mapping[str, Tensor]:
+        """What was kept."""
+        return self._grads
+
+
+class GradientSums:
+    """Sums over the ranks of each shard. Lives as long as the network; its buffers hold the gradients.
+
+    `shards`: for every trainable parameter, in backward's order, the ranks that hold this rank's shard, and it.
+    """
+
+    def __init__(
+        self, shards: Mapping[str, tuple[tuple[int, ...], Tensor]], transport: Transport, bucket_bytes: int
+    ) -> None:
+        self._transport = transport
+        self._shards = shards
+        sizes = [(name, ranks, shard.nbytes) for name, (ranks, shard) in shards.items()]
+        self._buckets = fill_buckets(sizes, bucket_bytes)
+        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._buffers: dict[int, Tensor] = {}
+        self._waiting: list[set[str]] = []
+        self._works: list[Waitable] = []
+        self._done: dict[str, Tensor] = {}
+
+    def begin(self, left_over: Mapping[str, Tensor], *, reuse: bool) -> None:
+        """Before backward. `left_over`: gradients of `no_sync` that these sums must include.
+
+        `reuse`: no gradient of an earlier step lives in the buffers any more.
+        """
+        self._left_over = left_over
+        self._waiting = [set(bucket.names) for bucket in self._buckets]
+        self._works, self._done = [], {}
+        if not reuse:
+            self._buffers = {}
+
+    def ready(self, name: str, grad: Tensor) -> None:
+        """Put the gradient in its bucket; the sum starts when the bucket is full."""
+        if name in self._left_over:
+            grad = grad + self._left_over[name]
+        index = self._bucket_of.get(name)
+        if index is None:  # nobody else holds this shard
+            self._done[name] = grad
+            return
+        bucket, buffer = self._buckets[index], self._buffer(index)
+        start = sum(self._shards[other][1].numel() for other in bucket.names[: bucket.names.index(name)])
+        view = buffer[start : start + grad.numel()].view(grad.shape)
+        view.copy_(grad)
+        self._done[name] = view
+        self._waiting[index].remove(name)
+        if not self._waiting[index]:
+            work = self._transport.sum_later(buffer, bucket.ranks, PURPOSE, label=GRADIENTS)
+            assert work is not None  # a bucket has several ranks
+            self._works.append(work)
+
+    def finish(self) -> Mapping[str, Tensor]:
+        """Wait for all sums; the gradients are views of the buffers."""
+        for work in self._works:
+            work.wait()
+        done, self._done, self._works = self._done, {}, []
+        return done
+
+    def _buffer(self, index: int) -> Tensor:
+        if index not in self._buffers:
+            bucket: Bucket = self._buckets[index]
+            shards = [self._shards[name][1] for name in bucket.names]
+            self._buffers[index] = shards[0].new_empty(sum(shard.numel() for shard in shards))
+        return self._buffers[index]

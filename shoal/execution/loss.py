@@ -1,0 +1,106 @@
+"""A loss at the end of the network, so that scores may stay cut by channel right through it.
+
+The mean over the batch is taken apart: the graph ends with one loss per sample (or pixel), and each rank divides
+the sum of its own share by the weight of its own targets. That is "the loss of this rank's share"; weighted by
+those same weights, the ranks' losses average to one device's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.capturing import capture_with_states
+from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
+from shoal.operators.base import Op
+from shoal.operators.losses import PairLoss, ScoreLoss, loss_weights
+from shoal.operators.registry import rule_for
+
+MEAN = 1
+"""torch's number for `reduction="mean"`."""
+
+
+@dataclass(frozen=True)
+class LossTail:
+    """A network with its loss. `mean`: it ends with one loss per sample, else with one number for all."""
+
+    graph: LayerGraph
+    states: Mapping[str, Tensor]
+    """Tensors of the loss itself, such as class weights, by their name in the graph."""
+    mean: bool
+    op: Op
+
+    def weight(self, target: Tensor, states: Mapping[str, Tensor]) -> float:
+        """What one rank divides by: the number of its targets, or the sum of their class weights."""
+        if not self.mean:
+            return 0.0
+        given = self.op.layer.arguments.get("weight")
+        weight = states[given.name] if isinstance(given, State) else None
+        return float(loss_weights(self.op, target, weight).item())
+
+
+class _LossOnly(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss: Any = loss
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = self.loss(scores, target)
+        return result
+
+
+def join_loss(
+    graph: LayerGraph, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor | None, device: torch.device
+) -> LossTail:
+    """`graph` with `loss` behind it. `target` None: class numbers, one per sample or pixel."""
+    scores = graph.specs[graph.output]
+    example = torch.zeros(scores.shape, dtype=getattr(torch, scores.dtype), device=device)
+    if target is None:
+        shape = (scores.shape[0], *scores.shape[2:])
+        target = torch.zeros(shape, dtype=torch.int64, device=device)
+    end, states = capture_with_states(_LossOnly(loss), example, target)
+    first, second = end.inputs
+    names = {layer.name: f"loss.{layer.name}" if layer.name != "loss" else "loss" for layer in end.layers}
+    names |= {first: graph.output, second: "target"}
+    own = {name: f"loss_state.{name}" for name in end.states}
+    layers = [_renamed(layer, names, own) for layer in end.layers]
+    joined = replace(
+        graph,
+        layers=(*graph.layers, *layers),
+        inputs={**graph.inputs, "target": end.inputs[second]},
+        states={**graph.states, **{own[name]: spec for name, spec in end.states.items()}},
+        output=names[end.output],
+        any_batch=graph.any_batch and end.any_batch,
+    )
+    last = layers[-1]
+    op = Op(last, {name: joined.spec(reference).shape for name, reference in last.tensors()})
+    mean = (
+        isinstance(rule_for(op), ScoreLoss | PairLoss)
+        and last.arguments.get("reduction") == MEAN
+        and last.arguments["target"] == Value("target")
+    )
+    if mean:
+        joined = replace(joined, layers=(*joined.layers[:-1], _per_sample(last, joined)))
+    return LossTail(joined, {own[name]: tensor for name, tensor in states.items()}, mean, op)
+
+
+def _renamed(layer: Layer, values: Mapping[str, str], states: Mapping[str, str]) -> Layer:
+    def name(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return Value(values[argument.name])
+        if isinstance(argument, State):
+            return State(states[argument.name])
+        return tuple(map(name, argument)) if isinstance(argument, tuple) else argument
+
+    arguments = {key: name(argument) for key, argument in layer.arguments.items()}
+    return replace(layer, name=values[layer.name], arguments=arguments)
+
+
+def _per_sample(layer: Layer, graph: LayerGraph) -> Layer:
+    """The loss layer without its mean."""
+    target = graph.specs["target"]
+    dtype = graph.specs[layer.arguments["self"].name].dtype
+    output = TensorSpec(target.shape, dtype, target.per_sample)
+    return replace(layer, output=output, arguments={**layer.arguments, "reduction": 0})

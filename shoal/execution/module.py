@@ -1,0 +1,342 @@
+"""One rank's part of a network, as an nn.Module for an ordinary training loop."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import RunError
+from shoal.execution.boundary import Boundary, even_shares, tiles
+from shoal.execution.engine import Engine, Tape
+from shoal.execution.gradients import PURPOSE as GRADIENT
+from shoal.execution.gradients import Collector, GradientSums, Kept
+from shoal.execution.loss import LossTail
+from shoal.execution.peers import PURPOSE as LAYER
+from shoal.execution.precision import value_types
+from shoal.execution.states import ShardedStates
+from shoal.graph import LayerGraph
+from shoal.lowering.placement import op_of, place, sharers
+from shoal.lowering.program import Program, compile_program, first_uses, layer_groups
+from shoal.lowering.traffic import step_traffic
+from shoal.moves import Layout
+from shoal.partition import Box, Cut
+from shoal.planning import Resolved
+from shoal.traffic import Sent
+
+
+class ParallelModule(nn.Module):
+    """One rank's part of a network; made by `shoal.parallelize`.
+
+    Parameters are this rank's shards under the original module's names. After `backward()` each holds the gradient
+    of the mean of the ranks' losses, weighted by their samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graphs: Mapping[bool, LayerGraph],
+        resolved: Mapping[bool, Resolved],
+        states: Mapping[str, Tensor],
+        *,
+        engine: Engine,
+        boundary: Boundary,
+        tail: LossTail | None,
+        bucket_bytes: int | None,
+    ) -> None:
+        super().__init__()
+        self._graphs, self._resolved, self._tail = graphs, resolved, tail
+        self._engine, self._boundary = engine, boundary
+        self._transport = transport = engine.transport
+        self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
+        self._forwards = 0
+        self._syncing = True
+        self._before_no_sync: dict[str, Tensor | None] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._sums: tuple[tuple[str, ...], GradientSums] | None = None
+        self.plan = resolved[True].plan(transport.world)
+        """The plan as it was laid, one line per layer; `plan.save(path)` keeps it."""
+
+        home = self._program(training=True, shares=even_shares(graphs[True].batch, transport.world))
+        self._first_uses = first_uses(home)
+        self._states = ShardedStates(self, model, states, home.states, transport.rank)
+        groups = [(GRADIENT, ranks) for layout in home.states.values() for ranks in sharers(layout).values()]
+        transport.make_groups(groups)
+        self._bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
+        self.training = model.training
+
+    # What people use
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """This rank's result for its part of the batch; in training with a loss, the loss of this rank's share."""
+        if (y is not None) != (self._tail is not None and self.training):
+            raise RunError(
+                "a target was given that nobody asked for." if y is not None else "the loss needs a target.",
+                "With parallelize(..., loss=...) call model(x, y) in training and model(x) in evaluation; "
+                "without a loss call model(x).",
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            result: Tensor = _Step.apply(self._anchor, x, y, self)  # type: ignore[no-untyped-call]
+            return result
+        return self._run(x, y, record=False)[0]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside stay this rank's own; the next one outside sums them all."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @property
+    def input_box(self) -> Box | None:
+        """With io="tile": this rank's box of the batch that the network was captured with."""
+        graph = self._graphs[True]
+        name = next(iter(graph.inputs))
+        return tiles(graph.inputs[name].shape, self._first_cut(graph, name), self._transport.world)[
+            self._transport.rank
+        ]
+
+    @property
+    def output_box(self) -> Box | None:
+        """With io="tile": this rank's box of the result, and of the target where there is a loss."""
+        graph = self._graphs[self._tail is not None]
+        return self._output_layout(graph)[self._transport.rank]
+
+    @property
+    def counted(self) -> Mapping[str, Sent]:
+        """Payload that this rank has sent so far, by layer."""
+        return dict(self._transport.counted)
+
+    def predicted(self, *, input_grad: bool = False) -> Mapping[str, Sent]:
+        """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone."""
+        program = self._program(training=True, shares=even_shares(self._graphs[True].batch, self._transport.world))
+        states = self._states.tensors()
+        types = value_types(program.graph, None)
+        return step_traffic(
+            program,
+            self._transport.rank,
+            trainable=self._backward_order(frozenset(n for n, s in states.items() if s.requires_grad)),
+            homes=self._states.layouts,
+            itemsize={
+                **{name: dtype.itemsize for name, dtype in types.items()},
+                **{name: state.dtype.itemsize for name, state in states.items()},
+            },
+            bucket_bytes=self._bucket_bytes,
+            input_grad=input_grad,
+            local_statistics=self._engine.local_statistics,
+        )
+
+    # Programs
+
+    def _program(self, *, training: bool, shares: tuple[int, ...]) -> Program:
+        """The program for a batch of these shares; found once, in some ten milliseconds."""
+        key = (training, shares)
+        if key not in self._programs:
+            self._programs[key] = self._compile(self._graphs[training], shares)
+        return self._programs[key]
+
+    def _compile(self, captured: LayerGraph, shares: tuple[int, ...]) -> Program:
+        batch = sum(shares)
+        if batch != captured.batch and not captured.any_batch:
+            raise RunError(
+                f"the network was captured for a batch of {captured.batch} and fixes it; now it got {batch}.",
+                "Pass batches of that size, or remove the fixed size from the network's code.",
+            )
+        graph = captured.at_batch(batch)
+        cuts = {name: self._cut(graph, name) for name in self._resolved[graph.training].cuts}
+        inputs = self._boundary.inputs(
+            graph,
+            shares,
+            {name: self._first_cut(graph, name) for name in graph.inputs},
+            self._output_layout(graph),
+        )
+        program = compile_program(graph, cuts, self._transport.world, inputs, self._boundary.output(graph, shares))
+        self._transport.make_groups([(LAYER, ranks) for ranks in layer_groups(program)])
+        return program
+
+    def _cut(self, graph: LayerGraph, name: str) -> Cut:
+        """A layer's cut; by sample it shrinks with a batch that is smaller than the one planned for."""
+        planned = self._resolved[graph.training].cuts[name]
+        if graph.batch >= self._graphs[graph.training].batch:
+            return planned
+        rows = min(graph.batch, *graph.specs[name].shape[:1] or (1,))
+        return Cut.of(**{letter: min(d, rows) if letter == "n" else d for letter, d in planned.degrees})
+
+    def _first_cut(self, graph: LayerGraph, value: str) -> Cut:
+        return self._cut(graph, next(layer.name for layer in graph.layers if value in layer.reads))
+
+    def _output_layout(self, graph: LayerGraph) -> Layout:
+        last = next(layer for layer in graph.layers if layer.name == graph.output)
+        cut = self._cut(graph, last.name)
+        return place(op_of(last, graph), cut, self._transport.world, everywhere=False).owns
+
+    # One step
+
+    def _run(self, x: Tensor, y: Tensor | None, *, record: bool) -> tuple[Tensor, Tape, "_Weight"]:
+        own = 0.0 if y is None or self._tail is None else self._tail.weight(y, self._states.tensors())
+        table = self._transport.gather_numbers([float(x.shape[0]), own])
+        shares = self._boundary.batch([int(size) for size, _ in table], self._graphs[self.training].batch)
+        program = self._program(training=self.training, shares=shares)
+        inputs = dict(zip(program.graph.inputs, (x,) if y is None else (x, y), strict=True))
+        self._check(program, inputs)
+        self._forwards += self.training
+        tile, tape = self._engine.forward(
+            program,
+            inputs,
+            self._states.tensors(),
+            step=self._forwards,
+            record=record,
+            input_grad=x.requires_grad,
+        )
+        if self.training:
+            self._count_up(program.graph)
+        weight = self._weight(program, own, sum(row[1] for row in table))
+        return self._result(tile, tape, weight), tape, weight
+
+    def _check(self, program: Program, inputs: Mapping[str, Tensor]) -> None:
+        for name, tensor in inputs.items():
+            box = program.layouts[name][self._transport.rank]
+            wanted = None if box is None else tuple(map(len, box))
+            if wanted is not None and tuple(tensor.shape) != wanted:
+                raise RunError(
+                    f"rank {self._transport.rank} passed {tuple(tensor.shape)} for {name!r}; "
+                    f"io={self._boundary.io!r} needs {wanted}.",
+                    "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
+                )
+
+    def _count_up(self, graph: LayerGraph) -> None:
+        with torch.no_grad():
+            for name, by in graph.counters.items():
+                self._states[name].add_(by)
+
+    def _weight(self, program: Program, own: float, everyone: float) -> "_Weight":
+        if self._tail is not None and self._tail.mean and self.training:
+            return _Weight(1 / everyone if everyone else 0.0, own)
+        return _Weight(self._boundary.weight(program, self._transport.rank), None)
+
+    def _result(self, tile: Tensor | None, tape: Tape, weight: "_Weight") -> Tensor:
+        name = tape.program.graph.output
+        if tile is None:
+            shape = tape.program.graph.specs[name].shape
+            tile = torch.empty([0, *shape[1:]], dtype=tape.types[name], device=self._engine.device)
+        if weight.targets is None:
+            return tile
+        return tile.sum() / weight.targets if weight.targets else tile.sum()
+
+    def _backward(self, tape: Tape, grad: Tensor, weight: "_Weight") -> Tensor | None:
+        if tape.used:
+            raise RunError("backward ran twice through one forward pass.", "Call the model again before each backward.")
+        tape.used = True
+        tile = tape.program.output.tiles[self._transport.rank]
+        seed = None
+        if tile is not None:
+            seed = (grad * weight.factor).to(tape.types[tape.program.graph.output]).expand(tile.shape)
+        states = self._states.tensors()
+        collector: Collector = self._begin_sums(states, tape.trainable) if self._syncing else Kept()
+        inputs = self._engine.backward(tape, seed, collector, self._first_uses, states)
+        self._store(collector.finish(), states)
+        return self._input_grad(inputs.get(next(iter(tape.program.graph.inputs))))
+
+    def _input_grad(self, grad: Tensor | None) -> Tensor | None:
+        """Where every rank passed the whole batch, each has found only what its own parts contribute."""
+        if grad is not None and self._boundary.io == "whole":
+            everyone = tuple(range(self._transport.world))
+            grad, self._transport.label = grad.contiguous(), "input"
+            self._transport.make_groups([(LAYER, everyone)])
+            self._transport.sum(grad, everyone, LAYER)
+        return grad
+
+    # Gradients
+
+    def _backward_order(self, trainable: frozenset[str]) -> tuple[str, ...]:
+        return tuple(name for name in reversed(self._first_uses) if name in trainable)
+
+    def _begin_sums(self, states: Mapping[str, Tensor], trainable: frozenset[str]) -> GradientSums:
+        names = self._backward_order(trainable)
+        if self._sums is None or self._sums[0] != names:
+            rank = self._transport.rank
+            shards = {name: (self._states.ranks_of(name, rank), states[name].detach()) for name in names}
+            self._sums = (names, GradientSums(shards, self._transport, self._bucket_bytes))
+        left_over = self._take_left_over(states)
+        self._sums[1].begin(left_over, reuse=all(states[name].grad is None for name in names))
+        return self._sums[1]
+
+    def _take_left_over(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `no_sync` left in the gradients, taken out of them again."""
+        left_over = {}
+        for name, before in self._before_no_sync.items():
+            grad = states[name].grad
+            if grad is not None:
+                left_over[name] = grad if before is None else grad - before
+                states[name].grad = before
+        self._before_no_sync = {}
+        return left_over
+
+    def _store(self, grads: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            state = states[name]
+            if not self._syncing and name not in self._before_no_sync:
+                self._before_no_sync[name] = None if state.grad is None else state.grad.clone()
+            state.grad = grad if state.grad is None else state.grad + grad
+
+
+@dataclass(frozen=True)
+class _Weight:
+    factor: float
+    """What the caller's gradient is multiplied by: this rank's weight in the mean over ranks."""
+    targets: float | None
+    """With a loss: what the sum of this rank's losses is divided by."""
+
+
+class _Step(torch.autograd.Function):
+    """One forward pass as autograd sees it. The anchor makes its result need a gradient, whatever x does."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, x: Tensor, y: Tensor | None, module: ParallelModule) -> Tensor:
+        result, ctx.tape, ctx.weight = module._run(x, y, record=True)
+        ctx.module = module
+        return result.clone() if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.module._backward(ctx.tape, grad, ctx.weight), None, None
+
+
+def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
+    """The original module's state dict: its keys and whole tensors, on every rank. A collective."""
+    return model._states.gather(model._transport)
+
+
+def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> None:
+    """Load what `full_state_dict`, or the original module's `state_dict()`, gave; each rank takes its shards."""
+    model._states.load(full, model._transport.rank)
+
+
+def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients down so that their norm over the whole network is at most `max_norm`; returns the norm.
+
+    A collective: each shard is counted once, wherever its copies are.
+    """
+    rank, transport = model._transport.rank, model._transport
+    owned, grads = [], []
+    for name, state in model._states.tensors().items():
+        if state.grad is not None:
+            grads.append(state.grad)
+            if model._states.ranks_of(name, rank)[0] == rank:
+                owned.append(state.grad)
+    infinite = norm_type == float("inf")
+    norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in owned if grad.numel()]
+    if infinite:
+        mine = max((float(norm) for norm in norms), default=0.0)
+        norm = max(row[0] for row in transport.gather_numbers([mine]))
+    else:
+        mine = sum(float(norm) ** norm_type for norm in norms)
+        norm = sum(row[0] for row in transport.gather_numbers([mine])) ** (1 / norm_type)
+    if norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / (norm + 1e-6))
+    return torch.tensor(norm)

@@ -1,0 +1,159 @@
+"""`shoal.parallelize`: from an nn.Module to one that stands where DistributedDataParallel(model) stood."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.capturing import capture, capture_with_states
+from shoal.errors import ConfigError
+from shoal.execution.boundary import IO, Boundary
+from shoal.execution.engine import Engine
+from shoal.execution.loss import LossTail, join_loss
+from shoal.execution.module import ParallelModule
+from shoal.graph import LayerGraph
+from shoal.plan import Plan
+from shoal.planning import Resolved, resolve
+from shoal.transport import Transport
+
+log = logging.getLogger("shoal")
+
+
+def parallelize(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    plan: str | Path | Plan = "data",
+    *,
+    io: IO = "share",
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    target: Tensor | None = None,
+    batch_norm: Literal["exact", "local"] = "exact",
+    seed: int | None = None,
+    bucket_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ParallelModule:
+    """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says.
+
+    example       a tensor, or the shape, of the GLOBAL batch
+    plan          "data", "model", "owt", "spatial", "RxG" such as "2x2", a `Plan`, or the path of a plan file
+    io            "share": each rank passes its own samples and gets their results, as with DDP; "whole": every rank
+                  passes and gets the whole batch; "tile": each rank passes its `input_box` and gets its `output_box`
+    loss          optional: in training `model(x, y)` returns the loss of this rank's share, and the scores may stay
+                  cut by channel; `target` is an example of the global y where it is not class numbers
+    batch_norm    "exact": one device's statistics; "local": each sample share its own, as DDP does
+    seed          of dropout; rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the plan
+    bucket_bytes  of gradient sums; measured on the link unless given
+
+    Promise: outputs, gradients and buffers are one device's, up to the order of float additions. As with DDP, all
+    ranks must pass the same weights: each keeps its own shard of them, and `model` is not needed afterwards.
+    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. A plan that does not fit the model, the ranks
+    or the sizes is a `PlanError` with the layer's name; a network that cannot be captured is a `CaptureError`.
+    A collective: all ranks call it.
+    """
+    if io not in ("share", "whole", "tile") or batch_norm not in ("exact", "local"):
+        raise ConfigError(
+            f"io={io!r}, batch_norm={batch_norm!r} is not a choice.",
+            "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
+        )
+    captured = capture_modes(model, example, loss, target)
+    return lay(captured, plan, Transport(group), io=io, batch_norm=batch_norm, seed=seed, bucket_bytes=bucket_bytes)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A network as it is in both modes, with all its tensors: everything that laying it over ranks needs."""
+
+    model: nn.Module
+    graphs: Mapping[bool, LayerGraph]
+    """By whether the network trains."""
+    states: Mapping[str, Tensor]
+    tail: LossTail | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        return next((tensor.device for tensor in self.states.values()), torch.device("cpu"))
+
+
+def lay(
+    captured: Captured,
+    plan: str | Path | Plan,
+    transport: Transport,
+    *,
+    io: IO = "share",
+    batch_norm: Literal["exact", "local"] = "exact",
+    seed: int | None = None,
+    bucket_bytes: int | None = None,
+) -> ParallelModule:
+    """Lay a captured network over the ranks of `transport`; `parallelize` without the capture."""
+    resolved = {mode: resolve(plan, graph, transport.world) for mode, graph in captured.graphs.items()}
+    if transport.rank == 0:
+        _announce(resolved[True])
+    if seed is None:
+        seed = int(transport.gather_numbers([float(torch.initial_seed() % 2**52)])[0][0])
+    return ParallelModule(
+        captured.model,
+        captured.graphs,
+        resolved,
+        captured.states,
+        engine=Engine(transport, captured.device, batch_norm == "local", seed),
+        boundary=Boundary(io, transport.world),
+        tail=captured.tail,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def capture_modes(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    target: Tensor | None = None,
+) -> Captured:
+    """The graphs of training (with the user's own flags) and of evaluation, all tensors, and the loss.
+
+    Both now, because the original module may be gone when evaluation begins. It is left as it was.
+    """
+    x = _example(example, model)
+    flags = {name: module.training for name, module in model.named_modules()}
+    tail: LossTail | None = None
+    try:
+        if not model.training:
+            model.train()
+        training, states = capture_with_states(model, x)
+        if loss is not None:
+            tail = join_loss(training, loss, target, x.device)
+            training, states = tail.graph, {**states, **tail.states}
+        evaluation = capture(model.eval(), x)
+    finally:
+        for name, module in model.named_modules():
+            module.training = flags[name]
+    return Captured(model, {True: training, False: evaluation}, states, tail)
+
+
+def _example(example: Tensor | tuple[int, ...], model: nn.Module) -> Tensor:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if isinstance(example, Tensor):
+        return example.detach().to(device)
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return torch.zeros(tuple(example), dtype=floats[0] if floats else torch.float32, device=device)
+
+
+def _announce(resolved: Resolved) -> None:
+    if resolved.smaller:
+        some = ", ".join(f"{name} {found}" for name, found in list(resolved.smaller.items())[:4])
+        log.warning(
+            "plan %r: %d of %d layers are too small for it and take the largest cut that fits (%s%s)",
+            resolved.name,
+            len(resolved.smaller),
+            len(resolved.cuts),
+            some,
+            ", ..." if len(resolved.smaller) > 4 else "",
+        )
+    if resolved.whole:
+        kinds = ", ".join(sorted({op.split(".")[1] for op in resolved.whole.values()}))
+        log.warning("no rule for %s: %d layers run whole on every rank", kinds, len(resolved.whole))

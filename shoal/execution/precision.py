@@ -1,0 +1,47 @@
+"""The type of every value of a step, known on ranks that do not compute it too."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.graph import LayerGraph, Value
+
+# What torch.autocast runs in the lower precision, and what it keeps in float32.
+LOWER = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+FULL = ("softmax", "log_softmax", "cross_entropy_loss", "nll_loss_nd", "nll_loss", "mse_loss", "l1_loss",
+        "smooth_l1_loss", "huber_loss")  # fmt: skip
+
+
+def value_types(graph: LayerGraph, example: Tensor | None) -> Mapping[str, torch.dtype]:
+    """The type of every value, for inputs of `example`'s type and under the autocast that is on now."""
+    captured = {name: getattr(torch, spec.dtype) for name, spec in graph.specs.items()}
+    first = next(iter(graph.inputs))
+    if example is not None and example.is_floating_point() and example.dtype != captured[first]:
+        before = captured[first]
+        captured = {name: example.dtype if dtype == before else dtype for name, dtype in captured.items()}
+    device = "cpu" if example is None else example.device.type
+    if not torch.is_autocast_enabled(device):
+        return captured
+    lower = torch.get_autocast_dtype(device)
+    types = {name: captured[name] for name in graph.inputs}
+    for layer in graph.layers:
+        word = layer.op.split(".")[1]
+        if not captured[layer.name].is_floating_point:
+            types[layer.name] = captured[layer.name]
+        elif word in LOWER:
+            types[layer.name] = lower
+        elif word in FULL:
+            types[layer.name] = torch.float32
+        else:
+            read = [types[ref.name] for _, ref in layer.tensors() if isinstance(ref, Value)]
+            floats = [dtype for dtype in read if dtype.is_floating_point]
+            types[layer.name] = _widest(floats) if floats else captured[layer.name]
+    return types
+
+
+def _widest(types: list[torch.dtype]) -> torch.dtype:
+    found = types[0]
+    for dtype in types[1:]:
+        found = torch.promote_types(found, dtype)
+    return found

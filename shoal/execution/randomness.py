@@ -1,0 +1,35 @@
+"""Random masks that depend on seed, layer and step, and on nothing else.
+
+Every sample has a generator of its own, so a rank draws only for the samples it has, and the same numbers
+whatever the plan, the ranks or the other samples.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from shoal.partition import Box
+
+
+class LayerRandom:
+    """The draws of one layer in one step."""
+
+    def __init__(self, seed: int, layer: str, step: int) -> None:
+        self._key = f"{seed}/{layer}/{step}"
+
+    def box(self, shape: tuple[int, ...], box: Box, *, keep: float, like: Tensor) -> Tensor:
+        """The box's part of a mask over the whole shape: 1 with probability `keep`, else 0."""
+        generator = torch.Generator()
+        if not shape:
+            return self._draw((), 0, keep, generator).to(like)
+        rows = [
+            self._draw(shape[1:], sample, keep, generator)[tuple(slice(s.start, s.stop) for s in box[1:])]
+            for sample in range(box[0].start, box[0].stop)
+        ]
+        return torch.stack(rows).to(like)
+
+    def _draw(self, shape: tuple[int, ...], sample: int, keep: float, generator: torch.Generator) -> Tensor:
+        digest = hashlib.blake2b(f"{self._key}/{sample}".encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "big"))
+        return torch.rand(shape, generator=generator).lt_(keep)

@@ -1,0 +1,132 @@
+"""The parameters and buffers of one rank: which shard of each it holds, and how they come together again."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import CheckpointError
+from shoal.execution.transfer import transfer
+from shoal.lowering.placement import sharers
+from shoal.moves import Layout, add_moves
+from shoal.operators.base import Need
+from shoal.partition import slices, whole
+from shoal.transport import Transport
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lives in a tree of modules."""
+
+    owner: nn.Module
+    leaf: str
+
+    def tensor(self) -> Tensor:
+        return cast(Tensor, getattr(self.owner, self.leaf))
+
+
+class ShardedStates:
+    """Shards under the original module's names, planted in a tree of plain modules below `root`.
+
+    A rank without a part of some tensor has an empty one under its name, so that all ranks list the same names.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        full: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout],
+        rank: int,
+    ) -> None:
+        self.layouts = layouts
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+        self.keys = _keys_of(model)
+        """For every key of the original state dict the name under which the graph knows the tensor."""
+        self._places: dict[str, _Place] = {}
+        for name, tensor in full.items():
+            self._plant(root, name, tensor, layouts[name], rank, persistent=name in self.keys)
+
+    def _plant(
+        self, root: nn.Module, name: str, tensor: Tensor, layout: Layout, rank: int, *, persistent: bool
+    ) -> None:
+        box = layout[rank]
+        if box is None:
+            shard = tensor.detach().new_empty([0] * max(tensor.ndim, 1))
+        else:
+            shard = tensor.detach()[slices(box, whole(tensor.shape))].clone(memory_format=torch.contiguous_format)
+        *path, leaf = name.split(".")
+        owner = root
+        for word in path:
+            if word not in owner._modules:
+                owner.add_module(word, nn.Module())
+            owner = cast(nn.Module, owner._modules[word])
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=tensor.requires_grad))
+        else:
+            owner.register_buffer(leaf, shard, persistent=persistent)
+        self._places[name] = _Place(owner, leaf)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._places[name].tensor()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every shard as it is now; the module may have been moved or converted since."""
+        return {name: place.tensor() for name, place in self._places.items()}
+
+    def ranks_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same shard as `rank`."""
+        box = self.layouts[name][rank]
+        return (rank,) if box is None else sharers(self.layouts[name])[box]
+
+    def gather(self, transport: Transport) -> dict[str, Tensor]:
+        """All tensors whole, under the original keys, on every rank. A collective."""
+        whole_by_name = {name: self._gather(name, transport) for name in self.shapes if name in self.keys.values()}
+        return {key: whole_by_name[name] for key, name in self.keys.items()}
+
+    def _gather(self, name: str, transport: Transport) -> Tensor:
+        shard, shape = self[name].detach(), self.shapes[name]
+        owners = {ranks[0]: box for box, ranks in sharers(self.layouts[name]).items()}
+        owned = tuple(owners.get(rank) for rank in range(transport.world))
+        wanted = Need(whole(shape))
+        moves = add_moves(owned, (wanted.box,) * transport.world)
+        transport.label = "states"
+        full = transfer(shard, owned[transport.rank], wanted, moves, transport, tag=0, like=shard, add=False)
+        assert full is not None
+        return full.clone()
+
+    def load(self, full: Mapping[str, Tensor], rank: int) -> None:
+        """Take this rank's shards out of whole tensors; a state of another module is a `CheckpointError`."""
+        for key, problem in _differences(full, {key: self.shapes[name] for key, name in self.keys.items()}):
+            raise CheckpointError(
+                f"the state does not belong to this network: {key!r} {problem}.",
+                "Load a state of the same module, as full_state_dict or module.state_dict() gives it.",
+            )
+        with torch.no_grad():
+            for key, name in self.keys.items():
+                box = self.layouts[name][rank]
+                if box is not None:
+                    self[name].copy_(full[key][slices(box, whole(self.shapes[name]))])
+
+
+def _differences(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+    for key, shape in wanted.items():
+        if key not in given:
+            yield key, "is missing"
+        elif tuple(given[key].shape) != shape:
+            yield key, f"has the shape {tuple(given[key].shape)}, not {shape}"
+    for key in given.keys() - wanted.keys():
+        yield key, "is not one of its tensors"
+
+
+def _keys_of(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+    every = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    return {key: first[id(every[key])] for key in model.state_dict()}

@@ -1,0 +1,118 @@
+"""LayerGraph: one network as a list of operators with their shapes. What the planner and the executor see.
+
+Layers stand in an order in which each reads only what stands before it. Shapes are global: those of one
+device running the whole batch. The graph is functional: no layer changes a tensor in place, so a value is
+what its layer wrote, for ever.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from shoal.partition import volume, whole
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of one tensor, and how its shape follows the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    per_sample: tuple[int, ...] = ()
+    """For each dim the rows it has per sample of the batch, 0 where it does not grow; () if none does."""
+
+    def at_batch(self, batch: int) -> "TensorSpec":
+        """The same tensor for another number of samples."""
+        if not any(self.per_sample):
+            return self
+        shape = tuple(rows * batch if rows else size for rows, size in zip(self.per_sample, self.shape, strict=True))
+        return replace(self, shape=shape)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor."""
+        return volume(whole(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An argument that is a tensor of the graph: a layer's output or an input, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An argument that is a parameter, a buffer or a constant of the module, by its path."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operator with everything it is called with, under the names of the operator's own schema."""
+
+    name: str
+    """Unique: the module's path, with the operator where the module has several."""
+    op: str
+    """Such as `aten.conv2d.default`."""
+    arguments: Mapping[str, Any]
+    """Tensors appear as `Value` or `State`, alone or in a list; everything else as it is."""
+    output: TensorSpec
+    result: int | None = None
+    """Which of several results this layer stands for; None where the operator has one."""
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values that the layer reads, each once, in order."""
+        return tuple(dict.fromkeys(ref.name for _, ref in self.tensors() if isinstance(ref, Value)))
+
+    def tensors(self) -> Iterator[tuple[str, Value | State]]:
+        """(argument, reference) for every tensor argument; one of a list is called `argument.index`."""
+        for name, argument in self.arguments.items():
+            if isinstance(argument, Value | State):
+                yield name, argument
+            elif isinstance(argument, tuple):
+                for index, item in enumerate(argument):
+                    if isinstance(item, Value | State):
+                        yield f"{name}.{index}", item
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A captured network. `states` are the tensors of the module, `inputs` those of the caller."""
+
+    layers: tuple[Layer, ...]
+    inputs: Mapping[str, TensorSpec]
+    states: Mapping[str, TensorSpec]
+    output: str
+    """Name of the value that the network returns."""
+    training: bool
+    batch: int
+    any_batch: bool
+    """Whether `at_batch` can give the graph for another number of samples."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Buffers that count forward passes in training (batch norm's `num_batches_tracked`), and by how much."""
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every value's spec by name: inputs and layers."""
+        return {**self.inputs, **{layer.name: layer.output for layer in self.layers}}
+
+    def spec(self, reference: Value | State) -> TensorSpec:
+        """The spec of any tensor that a layer may name."""
+        return self.specs[reference.name] if isinstance(reference, Value) else self.states[reference.name]
+
+    def at_batch(self, batch: int) -> "LayerGraph":
+        """The same network for another number of samples. Costs no new capture."""
+        if batch == self.batch:
+            return self
+        if not self.any_batch:
+            raise ValueError(f"captured for a batch of {self.batch} only")
+        return replace(
+            self,
+            batch=batch,
+            inputs={name: spec.at_batch(batch) for name, spec in self.inputs.items()},
+            layers=tuple(replace(layer, output=layer.output.at_batch(batch)) for layer in self.layers),
+        )

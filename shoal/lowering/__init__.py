@@ -1,0 +1,1 @@
+"""Lowering: a graph and a cut for every layer -> the list of instructions of one step. Integers only."""

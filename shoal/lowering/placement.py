@@ -1,0 +1,182 @@
+"""One layer on its ranks: from a cut to parts, boxes and owners. Integers only.
+
+Part `i` of a cut, counted row-major in the order n, c, k, d, h, w, is on rank `i`; ranks beyond the last part
+hold nothing of the layer. After every layer each element of its output has one owner: where parts hold partial
+sums, their box is divided among them. An operator that runs whole is copied to every rank instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from shoal.errors import PlanError
+from shoal.graph import Layer, LayerGraph, State
+from shoal.moves import Layout
+from shoal.operators.base import Axis, Need, Op, Part, Rule
+from shoal.operators.registry import WHOLE, rule_for
+from shoal.partition import DIMS, Box, Cut, cut, whole
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layer, its rule, and for every rank the part it has."""
+
+    op: Op
+    rule: Rule
+    cut: Cut
+    parts: tuple[Part | None, ...]
+    """For every rank its rows of every axis; None where it has no part."""
+    copies: bool
+    """Whether every rank computes all of the output for itself."""
+
+    @property
+    def layer(self) -> Layer:
+        """The layer itself."""
+        return self.op.layer
+
+    @cached_property
+    def needs(self) -> tuple[Mapping[str, Need], ...]:
+        """For every rank what it reads of each tensor argument."""
+        return tuple({} if part is None else self.rule.needs(self.op, part) for part in self.parts)
+
+    @cached_property
+    def writes(self) -> Layout:
+        """For every rank the box that it computes, maybe a partial sum."""
+        return tuple(None if part is None else self.rule.writes(self.op, part) for part in self.parts)
+
+    @cached_property
+    def partial(self) -> bool:
+        """Whether parts hold partial sums."""
+        summed = {axis.letter for axis in self.rule.axes(self.op) if axis.summed}
+        return any(letter in summed for letter, _ in self.cut.degrees)
+
+    @cached_property
+    def owns(self) -> Layout:
+        """For every rank the box of the finished output that it holds."""
+        return _divided(self.writes) if self.partial else self.writes
+
+    @cached_property
+    def cut_letters(self) -> frozenset[str]:
+        """Axes with more than one part."""
+        return frozenset(letter for letter, _ in self.cut.degrees)
+
+    def group(self, rank: int, over: str) -> tuple[int, ...]:
+        """The ranks whose parts differ from this rank's in the axes `over` only, itself included."""
+        mine = self.parts[rank]
+        assert mine is not None
+        fixed = {letter: span for letter, span in mine.items() if letter not in over}
+        return tuple(
+            other
+            for other, part in enumerate(self.parts)
+            if part is not None and all(part[letter] == span for letter, span in fixed.items())
+        )
+
+
+def op_of(layer: Layer, graph: LayerGraph) -> Op:
+    """A layer with the global shapes of its tensors."""
+    return Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors()})
+
+
+def depends_on_input(graph: LayerGraph) -> set[str]:
+    """Layers that see the batch; the others are functions of the parameters alone."""
+    seen = set(graph.inputs)
+    for layer in graph.layers:
+        if any(name in seen for name in layer.reads) or not any(True for _ in layer.tensors()):
+            seen.add(layer.name)
+    return seen
+
+
+def place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
+    """Lay a layer over ranks. `everywhere`: it does not see the batch, so every rank computes it.
+
+    A cut that the layer cannot take is a `PlanError` that names the layer and the cuts that fit.
+    """
+    rule = rule_for(op)
+    if everywhere or rule is WHOLE:
+        return Placed(op, WHOLE, Cut(), ({},) * ranks, copies=True)
+    axes = sorted(rule.axes(op), key=lambda axis: DIMS.index(axis.letter))
+    check_fits(op, wanted, axes, ranks)
+    spans = [cut(axis.size, wanted.degree(axis.letter), grain=axis.grain) for axis in axes]
+    parts: list[Part | None] = [
+        {axis.letter: span for axis, span in zip(axes, chosen, strict=True)} for chosen in product(*spans)
+    ]
+    return Placed(op, rule, wanted, (*parts, *(None,) * (ranks - len(parts))), copies=False)
+
+
+def most_parts(axis: Axis) -> int:
+    """Into how many parts an axis can be cut at most."""
+    return axis.size // axis.grain
+
+
+def check_fits(op: Op, wanted: Cut, axes: Sequence[Axis], ranks: int) -> None:
+    """Refuse a cut of dims that the layer does not have, of more parts than rows, or of more parts than ranks."""
+    limits = {axis.letter: most_parts(axis) for axis in axes}
+    fits = ", ".join(f"{letter} up to {limit}" for letter, limit in limits.items() if limit > 1) or "1 only"
+    for letter, degree in wanted.degrees:
+        if degree > limits.get(letter, 1):
+            raise PlanError(
+                f"layer {op.layer.name!r} ({op.layer.op}, output {op.out}) cannot be cut {wanted}.",
+                f"Cuts that fit it: {fits}.",
+            )
+    if wanted.parts > ranks:
+        raise PlanError(
+            f"layer {op.layer.name!r} is cut {wanted}, needing {wanted.parts} ranks; there are {ranks}.",
+            f"Cut it into at most {ranks} parts, or use more ranks.",
+        )
+
+
+def _divided(partial: Layout) -> Layout:
+    """Share each box among the ranks that hold partial sums of it, along its longest dim."""
+    owned: list[Box | None] = [None] * len(partial)
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(partial):
+        if box is not None:
+            holders.setdefault(box, []).append(rank)
+    for box, ranks in holders.items():
+        longest = max(range(len(box)), key=lambda dim: len(box[dim]), default=None)
+        if longest is None:
+            owned[ranks[0]] = box
+            continue
+        spans = cut(len(box[longest]), min(len(ranks), len(box[longest])))
+        for rank, span in zip(ranks, spans, strict=False):
+            owned[rank] = (*box[:longest], span.shifted(box[longest].start), *box[longest + 1 :])
+    return tuple(owned)
+
+
+def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> dict[str, Layout]:
+    """For every parameter and buffer the box that each rank holds.
+
+    Layers that share a tensor must need the same box of it on each rank; else a `PlanError` names them.
+    """
+    layouts: dict[str, list[Box | None]] = {name: [None] * ranks for name in graph.states}
+    first: dict[str, str] = {}
+    for placed in layers:
+        for argument, reference in placed.layer.tensors():
+            if not isinstance(reference, State):
+                continue
+            layout = layouts[reference.name]
+            user = first.setdefault(reference.name, placed.layer.name)
+            for rank, needs in enumerate(placed.needs):
+                if argument not in needs:
+                    continue
+                box = needs[argument].box
+                if layout[rank] not in (None, box):
+                    raise PlanError(
+                        f"layers {user!r} and {placed.layer.name!r} share {reference.name!r} but are cut so that "
+                        "they need different parts of it.",
+                        "Give both layers the same cut.",
+                    )
+                layout[rank] = box
+    for name in graph.states.keys() - first.keys():  # used by no layer: every rank keeps it
+        layouts[name] = [whole(graph.states[name].shape)] * ranks
+    return {name: tuple(layout) for name, layout in layouts.items()}
+
+
+def sharers(layout: Layout) -> dict[Box, tuple[int, ...]]:
+    """For every box of a layout the ranks that hold it."""
+    groups: dict[Box, list[int]] = {}
+    for rank, box in enumerate(layout):
+        if box is not None:
+            groups.setdefault(box, []).append(rank)
+    return {box: tuple(ranks) for box, ranks in groups.items()}

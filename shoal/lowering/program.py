@@ -1,0 +1,205 @@
+"""A step as a list of instructions, the same list on every rank. Integers only.
+
+    Fetch    bring a value from its owners to the tiles that readers need   (halo, gather, re-cut: all moves)
+    Compute  run one layer's part on its tiles
+    Settle   add partial sums up at their owners
+
+Forward runs the list, backward runs it reversed with every move turned round. Because all ranks follow one
+list, collectives meet in one order, whichever ranks have a part in them. The cost model prices this list and
+the simulator replays it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from shoal.graph import LayerGraph, State, Value
+from shoal.lowering.placement import Placed, depends_on_input, op_of, place, state_layouts
+from shoal.moves import Layout, Move, add_moves, copy_moves
+from shoal.operators.base import Need
+from shoal.partition import Cut
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bring a value to tiles."""
+
+    key: int
+    """Its number in the program; also the tag of its messages."""
+    value: str
+    tiles: tuple[Need | None, ...]
+    moves: tuple[Move, ...]
+    reader: str
+    """The layer that reads the tiles first, for people."""
+    identity: bool
+    """Whether every rank's tile is exactly what it owns, so that nothing has to be done."""
+
+    @property
+    def label(self) -> str:
+        """Whose traffic this is."""
+        return self.reader
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run a layer on fetched tiles."""
+
+    placed: Placed
+    sources: Mapping[str, int]
+    """For every tensor argument that is a value, the key of the Fetch that brings it."""
+
+    @property
+    def label(self) -> str:
+        """Whose traffic this is."""
+        return self.placed.layer.name
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Add partial sums up at their owners."""
+
+    key: int
+    value: str
+    partial: Layout
+    moves: tuple[Move, ...]
+
+    @property
+    def label(self) -> str:
+        """Whose traffic this is."""
+        return self.value
+
+
+Instruction = Fetch | Compute | Settle
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How the caller's tensors are laid over ranks."""
+
+    layouts: Mapping[str, Layout]
+    copies: bool
+    """Every rank passes the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step of one network under one plan, for one number of samples."""
+
+    graph: LayerGraph
+    ranks: int
+    instructions: tuple[Instruction, ...]
+    layouts: Mapping[str, Layout]
+    """For every value the box of it that each rank owns."""
+    copies: frozenset[str]
+    """Values that every rank holds whole."""
+    states: Mapping[str, Layout]
+    output: Fetch
+    """The last instruction: the network's result to the layout the caller asked for."""
+
+    def needing_grad(self, trainable: frozenset[str], *, input_grad: bool) -> frozenset[str]:
+        """Values through which gradients flow, decided from the graph so that all ranks agree."""
+        need = {name for name in self.graph.inputs if input_grad and "float" in self.graph.inputs[name].dtype}
+        for layer in self.graph.layers:
+            floats = "float" in layer.output.dtype
+            if floats and any(
+                reference.name in (need if isinstance(reference, Value) else trainable)
+                for _, reference in layer.tensors()
+            ):
+                need.add(layer.name)
+        return frozenset(need)
+
+
+def compile_program(
+    graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inputs: Inputs, output: Layout | None
+) -> Program:
+    """Lay every layer over the ranks and find all moves. `output` None: the result stays where it is computed.
+
+    Pure: the same on every rank. Raises `PlanError` for a cut that does not fit.
+    """
+    compiler = _Compiler(graph, ranks, inputs)
+    sees_batch = depends_on_input(graph)
+    placed = []
+    for layer in graph.layers:
+        one = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
+        compiler.add(one)
+        placed.append(one)
+    last = compiler.fetch(graph.output, _tiles(output or compiler.layouts[graph.output]), "output")
+    return Program(
+        graph=graph,
+        ranks=ranks,
+        instructions=tuple(compiler.instructions),
+        layouts=compiler.layouts,
+        copies=frozenset(compiler.copies),
+        states=state_layouts(placed, graph, ranks),
+        output=last,
+    )
+
+
+class _Compiler:
+    def __init__(self, graph: LayerGraph, ranks: int, inputs: Inputs) -> None:
+        self.graph = graph
+        self.ranks = ranks
+        self.layouts: dict[str, Layout] = dict(inputs.layouts)
+        self.copies: set[str] = set(inputs.layouts) if inputs.copies else set()
+        self.instructions: list[Instruction] = []
+        self.known: dict[tuple[str, tuple[Need | None, ...]], Fetch] = {}
+
+    def add(self, placed: Placed) -> None:
+        sources = {}
+        for argument, reference in placed.layer.tensors():
+            if isinstance(reference, Value):
+                tiles = tuple(needs.get(argument) for needs in placed.needs)
+                if any(tile is not None for tile in tiles):
+                    sources[argument] = self.fetch(reference.name, tiles, placed.layer.name).key
+        self.instructions.append(Compute(placed, sources))
+        name = placed.layer.name
+        self.layouts[name] = placed.owns
+        if placed.copies:
+            self.copies.add(name)
+        if placed.partial:
+            moves = add_moves(placed.writes, placed.owns)
+            self.instructions.append(Settle(len(self.instructions), name, placed.writes, moves))
+
+    def fetch(self, value: str, tiles: tuple[Need | None, ...], reader: str) -> Fetch:
+        """The instruction that brings `value` to `tiles`; one that several readers share is added once."""
+        if (value, tiles) in self.known:
+            return self.known[value, tiles]
+        have = self.layouts[value]
+        boxes = tuple(None if tile is None else tile.box for tile in tiles)
+        moves = copy_moves(have, boxes) if value in self.copies else add_moves(have, boxes)
+        identity = not any(tile is not None and tile.padded for tile in tiles) and (
+            boxes == have
+            if value not in self.copies
+            else all(box is None or box == held for box, held in zip(boxes, have, strict=True))
+        )
+        found = Fetch(len(self.instructions), value, tiles, moves, reader, identity)
+        self.known[value, tiles] = found
+        self.instructions.append(found)
+        return found
+
+
+def _tiles(layout: Layout) -> tuple[Need | None, ...]:
+    return tuple(None if box is None else Need(box) for box in layout)
+
+
+def first_uses(program: Program) -> dict[str, str]:
+    """For every state the first layer that uses it: when its backward is done, so is the state's gradient."""
+    found: dict[str, str] = {}
+    for one in program.instructions:
+        if isinstance(one, Compute):
+            for _, reference in one.placed.layer.tensors():
+                if isinstance(reference, State):
+                    found.setdefault(reference.name, one.placed.layer.name)
+    return found
+
+
+def layer_groups(program: Program) -> set[tuple[int, ...]]:
+    """The groups of ranks that rules may sum over: parts that differ in any choice of a layer's cut axes."""
+    found: set[tuple[int, ...]] = set()
+    for one in program.instructions:
+        if isinstance(one, Compute) and not one.placed.copies:
+            letters = sorted(one.placed.cut_letters)
+            overs = ["".join(chosen) for size in range(1, len(letters) + 1) for chosen in combinations(letters, size)]
+            ranks = [rank for rank, part in enumerate(one.placed.parts) if part is not None]
+            found.update(one.placed.group(rank, over) for over in overs for rank in ranks)
+    return found

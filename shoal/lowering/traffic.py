@@ -1,0 +1,107 @@
+"""What one training step sends, read off the program: the same numbers that the transport counts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.lowering.placement import Placed, sharers
+from shoal.lowering.program import Compute, Fetch, Program, Settle
+from shoal.moves import Layout, Move
+from shoal.partition import volume
+from shoal.traffic import Sent, ring_bytes
+
+GRADIENTS = "gradients"
+"""The label of gradient sums, whose buckets span layers; everything else is labelled with its layer."""
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed together."""
+
+    ranks: tuple[int, ...]
+    names: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+def fill_buckets(shards: Iterable[tuple[str, tuple[int, ...], int]], limit: int) -> list[Bucket]:
+    """Neighbours with the same ranks share a bucket, which is closed when it has `limit` bytes.
+
+    `shards`: (name, ranks, bytes) in the order in which backward finishes them.
+    """
+    closed: list[Bucket] = []
+    opened: dict[tuple[int, ...], Bucket] = {}
+    for name, ranks, size in shards:
+        if len(ranks) < 2 or not size:
+            continue
+        bucket = opened.setdefault(ranks, Bucket(ranks))
+        bucket.names.append(name)
+        bucket.bytes += size
+        if bucket.bytes >= limit:
+            closed.append(opened.pop(ranks))
+    return [*closed, *opened.values()]
+
+
+def step_traffic(
+    program: Program,
+    rank: int,
+    *,
+    trainable: Sequence[str],
+    homes: Mapping[str, Layout],
+    itemsize: Mapping[str, int],
+    bucket_bytes: int,
+    input_grad: bool = False,
+    local_statistics: bool = False,
+) -> dict[str, Sent]:
+    """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
+
+    `trainable`: states in the order in which backward finishes them; `homes`: where states live; `itemsize`: bytes
+    of one element of every value and state.
+    """
+    flowing = program.needing_grad(frozenset(trainable), input_grad=input_grad)
+    found: dict[str, Sent] = {}
+    for one in program.instructions:
+        match one:
+            case Fetch():
+                if not one.identity:
+                    sent = _moved(one.moves, rank, itemsize[one.value], back=one.value in flowing)
+                    _note(found, one.label, sent)
+            case Settle():
+                _note(found, one.label, _moved(one.moves, rank, itemsize[one.value], back=one.value in flowing))
+            case Compute():
+                name = one.placed.layer.name
+                _note(found, name, _summed(one.placed, rank, itemsize[name], name in flowing, local_statistics))
+    shards = []
+    for name in trainable:
+        box = homes[name][rank]
+        if box is not None:
+            shards.append((name, sharers(homes[name])[box], volume(box) * itemsize[name]))
+    for bucket in fill_buckets(shards, bucket_bytes):
+        size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
+        _note(found, GRADIENTS, Sent(size, 1))
+    return found
+
+
+def _note(found: dict[str, Sent], label: str, sent: Sent) -> None:
+    if sent.messages:
+        found[label] = found.get(label, Sent()) + sent
+
+
+def _moved(moves: tuple[Move, ...], rank: int, itemsize: int, *, back: bool) -> Sent:
+    forward = [move for move in moves if move.src == rank != move.dst]
+    backward = [move for move in moves if back and move.dst == rank != move.src]
+    mine = forward + backward
+    return Sent(sum(volume(move.box) for move in mine) * itemsize, len(mine))
+
+
+def _summed(placed: Placed, rank: int, itemsize: int, back: bool, local: bool) -> Sent:
+    part = placed.parts[rank]
+    sent = Sent()
+    if part is None:
+        return sent
+    parts = dict(placed.cut.degrees)
+    for one in placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local):
+        ranks = placed.group(rank, one.over)
+        passes = one.forward + (one.backward and back)
+        if len(ranks) > 1 and passes:
+            size = ring_bytes(one.elements * itemsize, len(ranks), ranks.index(rank))
+            sent += Sent(size * passes, passes)
+    return sent

@@ -1,0 +1,216 @@
+"""What an operator rule is.
+
+An operator works through an iteration space: the dims of its output, and the dims that it sums over. A cut
+divides this space into parts, one per rank. For a part, a rule answers in integers
+
+    needs    which box of each argument the part reads (halo and true borders included)
+    writes   which box of the output it computes; a partial sum where a summed axis is cut
+
+and computes that box from those boxes with plain torch. Adding an operator means adding one rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.graph import Layer, State, Value
+from shoal.partition import Box, Span, whole
+
+_LETTERS = {0: "", 1: "n", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
+
+
+def letters(ndim: int) -> str:
+    """The letter of each dim of a tensor, by position; `-` for a dim that has none and is never cut.
+
+    >>> letters(4), letters(2), letters(6)
+    ('nchw', 'nc', 'nc----')
+    """
+    return _LETTERS.get(ndim, "nc" + "-" * (ndim - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction in which a layer may be cut."""
+
+    letter: str
+    size: int
+    grain: int = 1
+    """Parts hold multiples of this many rows."""
+    summed: bool = False
+    """Whether parts along this axis hold partial sums of the same output."""
+
+
+Part = Mapping[str, Span]
+"""For every axis of a layer, by letter, the rows of one part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A box of an argument, and how many rows of padding to lay around it in each dim."""
+
+    box: Box
+    pad: tuple[tuple[int, int], ...] = ()
+    fill: float = 0.0
+
+    @property
+    def padded(self) -> bool:
+        """Whether there is any padding."""
+        return any(before or after for before, after in self.pad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tile that a part is given."""
+        pad = self.pad or ((0, 0),) * len(self.box)
+        return tuple(len(span) + sum(p) for span, p in zip(self.box, pad, strict=True))
+
+
+@dataclass(frozen=True)
+class Op:
+    """A layer with the shapes of its tensors at hand."""
+
+    layer: Layer
+    shapes: Mapping[str, tuple[int, ...]]
+    """Global shape of every tensor argument that is given, by argument name."""
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.layer.arguments[argument]
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Global shape of the output."""
+        return self.layer.output.shape
+
+    def output_axes(self, **grains: int) -> tuple[Axis, ...]:
+        """One axis per dim of the output that has a letter."""
+        return tuple(
+            Axis(letter, size, grains.get(letter, 1))
+            for letter, size in zip(letters(len(self.out)), self.out, strict=True)
+            if letter != "-"
+        )
+
+    def output_box(self, part: Part) -> Box:
+        """The part's rows of the output, for operators whose axes are the dims of their output."""
+        return tuple(
+            part.get(letter, Span(0, size)) for letter, size in zip(letters(len(self.out)), self.out, strict=True)
+        )
+
+
+class Peers(Protocol):
+    """The other parts of the same layer, for operators whose mathematics crosses parts."""
+
+    def sum(self, tensor: Tensor, over: str) -> Tensor:
+        """Sum over the parts that differ from this one in the axes `over` only. Differentiable."""
+        ...
+
+    def max(self, tensor: Tensor, over: str) -> Tensor:
+        """The largest, likewise; carries no gradient."""
+        ...
+
+    def sum_now(self, tensor: Tensor, over: str) -> None:
+        """The same sum in place, without a gradient: for rules that write their own backward."""
+        ...
+
+    def count(self, over: str) -> int:
+        """How many parts such a sum joins."""
+        ...
+
+    def index(self, over: str) -> int:
+        """Which of them this part is."""
+        ...
+
+
+class Random(Protocol):
+    """Random draws that depend on seed, layer and step, never on the plan."""
+
+    def box(self, shape: tuple[int, ...], box: Box, *, keep: float, like: Tensor) -> Tensor:
+        """The part's box of a mask over the whole shape: 1 with probability `keep`, else 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One part of one layer, with its tensors."""
+
+    op: Op
+    part: Part
+    cut: frozenset[str]
+    """Letters of the axes along which the layer has more than one part."""
+    tensors: Mapping[str, Tensor]
+    """Tile or shard of every tensor argument that the rule needs, by argument name."""
+    peers: Peers
+    random: Random
+    local_statistics: bool = False
+    """Batch norm as DDP has it: over this part's own samples."""
+
+    def torch(self, **changed: Any) -> Tensor:
+        """The operator itself on the part's tensors, with some arguments changed."""
+        arguments = {
+            name: changed[name] if name in changed else self._tensors_in(name, value)
+            for name, value in self.op.layer.arguments.items()
+        }
+        namespace, word, overload = self.op.layer.op.split(".", 2)
+        result = getattr(getattr(getattr(torch.ops, namespace), word), overload)(**arguments)
+        picked: Tensor = result if self.op.layer.result is None else result[self.op.layer.result]
+        return picked
+
+    def _tensors_in(self, name: str, value: Any) -> Any:
+        if isinstance(value, Value | State):
+            return self.tensors[name]
+        if isinstance(value, tuple):
+            return [self._tensors_in(f"{name}.{index}", item) for index, item in enumerate(value)]
+        return value
+
+
+class Rule:
+    """How one operator is cut. Subclasses say what is special about theirs."""
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        """The directions in which the layer may be cut."""
+        return op.output_axes()
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        """What the part reads of every tensor argument; an argument that is left out is not read."""
+        raise NotImplementedError
+
+    def writes(self, op: Op, part: Part) -> Box:
+        """What the part computes of the output."""
+        return op.output_box(part)
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple["GroupSum", ...]:
+        """What crosses between parts while the rule runs, for counting. `parts`: how many along each axis."""
+        return ()
+
+    def run(self, call: Call) -> Tensor:
+        """Compute the part's box."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSum:
+    """A sum that a rule takes over the parts that differ in the axes `over`."""
+
+    over: str
+    elements: int
+    forward: bool = True
+    backward: bool = True
+
+
+class Whole(Rule):
+    """An operator without a rule: it runs whole, on every rank, correct and without gain."""
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        return ()
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        return {name: Need(whole(shape)) for name, shape in op.shapes.items()}
+
+    def writes(self, op: Op, part: Part) -> Box:
+        return whole(op.out)
+
+    def run(self, call: Call) -> Tensor:
+        return call.torch()

@@ -1,0 +1,96 @@
+"""Losses, one number per sample or pixel; the mean over a rank's share is taken by the executor.
+
+Under a channel cut no rank ever holds all scores of a sample: parts hold partial losses that add up,
+    loss = log sum_c exp(x_c)  [first part]   -  x_target  [the part that has it].
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shoal.operators.base import Axis, Call, GroupSum, Need, Op, Part, Rule, letters
+from shoal.partition import Box, whole
+
+
+class ScoreLoss(Rule):
+    """cross_entropy and nll_loss against class numbers, with weights, label smoothing and ignored targets."""
+
+    def _ndim(self, op: Op) -> int:
+        return len(op.shapes["self"])
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        shape = op.shapes["self"]
+        return tuple(
+            Axis(letter, size, summed=letter == "c") for letter, size in zip(letters(len(shape)), shape, strict=True)
+        )
+
+    def writes(self, op: Op, part: Part) -> Box:
+        return tuple(part[letter] for letter in letters(self._ndim(op)) if letter != "c")
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        needs = {
+            "self": Need(tuple(part[letter] for letter in letters(self._ndim(op)))),
+            "target": Need(self.writes(op, part)),
+        }
+        if "weight" in op.shapes:
+            needs["weight"] = Need(whole(op.shapes["weight"]))
+        return needs
+
+    def run(self, call: Call) -> Tensor:
+        op, x, target = call.op, call.tensors["self"], call.tensors["target"]
+        weight = call.tensors.get("weight")
+        if "c" not in call.cut:
+            return call.torch(reduction=0)
+        mine = call.part["c"]
+        ignored = target == op["ignore_index"]
+        weights = torch.ones_like(x.select(1, 0)) if weight is None else weight[target.masked_fill(ignored, 0)]
+        weights = weights.masked_fill(ignored, 0.0)
+        local = (target - mine.start).clamp(0, len(mine) - 1)
+        here = (target >= mine.start) & (target < mine.stop)
+        picked = x.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        smoothing = float(op.layer.arguments.get("label_smoothing", 0.0))
+        loss = -(1 - smoothing) * weights * picked
+        shares = weights.new_zeros(()) if not smoothing else ~ignored
+        if smoothing:
+            spread = x if weight is None else x * weight[mine.start : mine.stop].view(-1, *(1,) * (x.ndim - 2))
+            loss = loss - smoothing / op.shapes["self"][1] * spread.sum(1) * shares
+        if op.layer.op.split(".")[1] == "cross_entropy_loss":
+            top = call.peers.max(x.amax(1), "c")
+            total = call.peers.sum((x - top.unsqueeze(1)).exp().sum(1), "c").log() + top
+            if mine.start == 0:
+                scale = (1 - smoothing) * weights
+                if smoothing:
+                    mean_weight = 1.0 if weight is None else weight.mean()
+                    scale = scale + smoothing * mean_weight * shares
+                loss = loss + total * scale
+        return loss
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        if "c" not in cut or "cross_entropy" not in op.layer.op:
+            return ()
+        elements = prod(map(len, self.writes(op, part)))
+        return (GroupSum("c", elements, backward=False), GroupSum("c", elements))
+
+
+def loss_weights(op: Op, target: Tensor, weight: Tensor | None) -> Tensor:
+    """What the mean of a loss divides by, for one rank's own targets."""
+    if "ignore_index" not in op.layer.arguments:
+        return target.new_tensor(float(target.numel()), dtype=torch.float64)
+    counted: Tensor = target != op["ignore_index"]
+    if weight is None:
+        return counted.sum().double()
+    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum().double()
+
+
+class PairLoss(Rule):
+    """mse_loss and others that compare element by element."""
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        return {name: Need(op.output_box(part)) for name in ("self", "target")}
+
+    def run(self, call: Call) -> Tensor:
+        return call.torch(reduction=0)

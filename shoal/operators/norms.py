@@ -1,0 +1,234 @@
+"""Normalisation: statistics over dims that may be cut are taken over all parts, so they are one device's."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shoal.operators.base import Axis, Call, GroupSum, Need, Op, Part, Peers, Rule, letters
+from shoal.partition import Span
+
+
+class BatchNorm(Rule):
+    """Statistics per channel, over samples and space.
+
+    Exact: every part sends its mean and variance per channel once forward (one row each of a small table), and
+    two sums per channel backward. Local (as DDP): statistics of this sample share alone.
+    """
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        channels = Need((part["c"],))
+        states = {name: channels for name in ("weight", "bias", "running_mean", "running_var") if name in op.shapes}
+        return {"input": Need(op.output_box(part)), **states}
+
+    def _training(self, op: Op) -> bool:
+        return bool(op.layer.arguments.get("training", "no_training" not in op.layer.op))
+
+    def over(self, op: Op, cut: frozenset[str], *, local: bool) -> str:
+        """Axes over which statistics cross parts."""
+        if not self._training(op) and "running_mean" in op.shapes:
+            return ""
+        return "".join(x for x in letters(len(op.out)) if x in cut and x not in ("nc" if local else "c"))
+
+    def run(self, call: Call) -> Tensor:
+        op, tensors = call.op, call.tensors
+        x, weight, bias = tensors["input"], tensors.get("weight"), tensors.get("bias")
+        mean, var = tensors.get("running_mean"), tensors.get("running_var")
+        training, momentum, eps = self._training(op), float(op["momentum"]), float(op["eps"])
+        over = self.over(op, call.cut, local=call.local_statistics)
+        if not over:
+            return F.batch_norm(x, mean, var, weight, bias, training or mean is None, momentum, eps)
+        share = x.shape[0] if call.local_statistics else op.out[0]
+        count = share * prod(op.out[2:])
+        applied = _SharedBatchNorm.apply(x, weight, bias, eps, count, call.peers, over)  # type: ignore[no-untyped-call]
+        out, batch_mean, batch_var = applied
+        if mean is not None and var is not None:
+            with torch.no_grad():
+                mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                var.lerp_(batch_var.to(var.dtype) * (count / max(count - 1, 1)), momentum)
+        result: Tensor = out
+        return result
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        over = self.over(op, cut, local=local)
+        if not over:
+            return ()
+        channels, group = len(part["c"]), prod(parts[x] for x in over)
+        return (
+            GroupSum(over, group * (2 * channels + 1), backward=False),
+            GroupSum(over, 2 * channels, forward=False),
+        )
+
+
+class _SharedBatchNorm(torch.autograd.Function):
+    """Batch norm over several parts. Means are combined as Chan et al. do, without cancellation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        count: int,
+        peers: Peers,
+        over: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        part_mean, part_var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        rows = x.numel() // x.shape[1]
+        table = part_mean.new_zeros(peers.count(over), 2 * x.shape[1] + 1)
+        table[peers.index(over)] = torch.cat([part_mean, part_var, part_mean.new_tensor([rows])])
+        peers.sum_now(table, over)
+        means, variances, counts = table[:, : x.shape[1]], table[:, x.shape[1] : -1], table[:, -1:] / count
+        mean = (counts * means).sum(0)
+        var = (counts * (variances + (means - mean).square())).sum(0)
+        out = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps, ctx.count, ctx.peers, ctx.over = eps, count, peers, over
+        ctx.mark_non_differentiable(mean, var)
+        return out, mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        # as if the statistics were constants: one fused kernel gives this and both sums per channel
+        through, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
+            grad.contiguous(),
+            x,
+            weight,
+            mean,
+            var,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
+        )
+        sums = torch.cat([weight_grad, bias_grad])
+        ctx.peers.sum_now(sums, ctx.over)
+        scaled, shifted = sums[: x.shape[1]], sums[x.shape[1] :]
+        inverse = (var + ctx.eps).rsqrt()
+        gain = inverse if weight is None else inverse * weight
+        slope = gain * inverse * scaled / ctx.count
+        offset = gain * shifted / ctx.count - slope * mean
+        view = (-1, *(1,) * (x.ndim - 2))
+        x_grad = torch.addcmul(through, x, slope.to(x.dtype).view(view), value=-1).sub_(offset.to(x.dtype).view(view))
+        return x_grad, (weight_grad if weight is not None else None), bias_grad, None, None, None, None
+
+
+def normalise(x: Tensor, dims: list[int], count: int, eps: float, peers: Peers, over: str) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) over `dims`, of which parts along `over` hold other rows."""
+    mean = peers.sum(x.sum(dims, keepdim=True), over) / count
+    centred = x - mean
+    variance = peers.sum(centred.square().sum(dims, keepdim=True), over) / count
+    return centred * (variance + eps).rsqrt()
+
+
+class GroupNorm(Rule):
+    """group_norm, and instance_norm as groups of one channel. Channels are cut in whole groups."""
+
+    def _groups(self, op: Op) -> int:
+        return int(op.layer.arguments.get("num_groups", op.out[1]))
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        return op.output_axes(c=op.out[1] // self._groups(op))
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        states = {name: Need((part["c"],)) for name in ("weight", "bias") if name in op.shapes}
+        return {"input": Need(op.output_box(part)), **states}
+
+    def _over(self, op: Op, cut: frozenset[str]) -> str:
+        return "".join(x for x in letters(len(op.out))[2:] if x in cut)
+
+    def run(self, call: Call) -> Tensor:
+        op, x = call.op, call.tensors["input"]
+        weight, bias = call.tensors.get("weight"), call.tensors.get("bias")
+        per_group = op.out[1] // self._groups(op)
+        groups = x.shape[1] // per_group
+        over = self._over(op, call.cut)
+        if not over:
+            return F.group_norm(x, groups, weight, bias, float(op["eps"]))
+        grouped = x.reshape(x.shape[0], groups, -1)
+        out = normalise(grouped, [2], per_group * prod(op.out[2:]), float(op["eps"]), call.peers, over).view_as(x)
+        view = (-1, *(1,) * (x.ndim - 2))
+        out = out if weight is None else out * weight.view(view)
+        return out if bias is None else out + bias.view(view)
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        over = self._over(op, cut)
+        elements = len(part["n"]) * len(part["c"]) // (op.out[1] // self._groups(op))
+        return (GroupSum(over, elements), GroupSum(over, elements)) if over else ()
+
+
+class LayerNorm(Rule):
+    """layer_norm over the last dims, which may be cut."""
+
+    def _first(self, op: Op) -> int:
+        return len(op.out) - len(op["normalized_shape"])
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        out = op.output_box(part)
+        states = {name: Need(out[self._first(op) :]) for name in ("weight", "bias") if name in op.shapes}
+        return {"input": Need(out), **states}
+
+    def _over(self, op: Op, cut: frozenset[str]) -> str:
+        return "".join(x for x in letters(len(op.out))[self._first(op) :] if x in cut)
+
+    def run(self, call: Call) -> Tensor:
+        op, x, first = call.op, call.tensors["input"], self._first(call.op)
+        weight, bias = call.tensors.get("weight"), call.tensors.get("bias")
+        over = self._over(op, call.cut)
+        if not over:
+            return F.layer_norm(x, x.shape[first:], weight, bias, float(op["eps"]))
+        dims = list(range(first, x.ndim))
+        out = normalise(x, dims, prod(op["normalized_shape"]), float(op["eps"]), call.peers, over)
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        over = self._over(op, cut)
+        elements = prod(len(span) for span in op.output_box(part)[: self._first(op)])
+        return (GroupSum(over, elements), GroupSum(over, elements)) if over else ()
+
+
+class Softmax(Rule):
+    """softmax and log_softmax, along a dim that may be cut."""
+
+    def _dim(self, op: Op) -> int:
+        return int(op["dim"]) % len(op.out)
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        return {"self": Need(op.output_box(part))}
+
+    def _over(self, op: Op, cut: frozenset[str]) -> str:
+        letter = letters(len(op.out))[self._dim(op)]
+        return letter if letter in cut else ""
+
+    def run(self, call: Call) -> Tensor:
+        op, x, dim = call.op, call.tensors["self"], self._dim(call.op)
+        over = self._over(op, call.cut)
+        if not over:
+            return call.torch()
+        shifted = x - call.peers.max(x.amax(dim, keepdim=True), over)
+        total = call.peers.sum(shifted.exp().sum(dim, keepdim=True), over)
+        return shifted - total.log() if "log_softmax" in op.layer.op else shifted.exp() / total
+
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        over = self._over(op, cut)
+        box = list(op.output_box(part))
+        box[self._dim(op)] = Span(0, 1)
+        elements = prod(map(len, box))
+        return (GroupSum(over, elements, backward=False), GroupSum(over, elements)) if over else ()

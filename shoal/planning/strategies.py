@@ -1,0 +1,65 @@
+"""The fixed strategies: one cut for every kind of layer, the same idea throughout the network.
+
+    data     every layer by sample                                       what DDP does
+    model    every layer by channel                                      Yadan 2013, OptCNN's "model"
+    RxG      R parts by sample, each of G parts by channel               Yadan's hybrid, 2x2
+    owt      by sample up to the first linear layer, by channel from it  one weird trick, Krizhevsky 2014
+    spatial  by height and width; by sample where there is none          images too large for one device
+
+A layer too small for its cut takes the largest that fits.
+"""
+
+import re
+from collections.abc import Mapping
+from math import isqrt
+
+from shoal.errors import PlanError, suggestion
+from shoal.graph import LayerGraph
+from shoal.lowering.placement import most_parts
+from shoal.operators.base import Axis
+from shoal.partition import Cut
+
+NAMES = ("data", "model", "owt", "spatial")
+_HYBRID = re.compile(r"(\d+)x(\d+)")
+
+
+def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
+    """What the strategy asks of every layer, before looking at sizes. Unknown names are a `PlanError`."""
+    names = [layer.name for layer in graph.layers]
+    if name == "data":
+        return dict.fromkeys(names, Cut.of(n=ranks))
+    if name == "model":
+        return dict.fromkeys(names, Cut.of(c=ranks))
+    if name == "spatial":
+        return {name: _spatial(len(graph.specs[name].shape), graph.batch, ranks) for name in names}
+    if name == "owt":
+        first = next((i for i, layer in enumerate(graph.layers) if ".linear." in layer.op), len(names))
+        return {name: Cut.of(n=ranks) if i < first else Cut.of(c=ranks) for i, name in enumerate(names)}
+    if hybrid := _HYBRID.fullmatch(name):
+        replicas, group = map(int, hybrid.groups())
+        if replicas * group != ranks:
+            raise PlanError(
+                f"plan {name!r} needs {replicas * group} ranks; there are {ranks}.",
+                f"Choose R and G with R x G = {ranks}.",
+            )
+        return dict.fromkeys(names, Cut.of(n=replicas, c=group))
+    raise PlanError(
+        f"there is no plan {name!r}.",
+        f"{suggestion(name, NAMES)} RxG is a hybrid, such as 2x2; a path names a plan file.",
+    )
+
+
+def _spatial(ndim: int, batch: int, ranks: int) -> Cut:
+    """As square a grid as the ranks allow, more rows than columns; samples or channels without space."""
+    if ndim < 3:
+        return Cut.of(n=ranks) if batch >= ranks else Cut.of(c=ranks)
+    if ndim == 3:
+        return Cut.of(w=ranks)
+    columns = max(d for d in range(1, isqrt(ranks) + 1) if ranks % d == 0)
+    return Cut.of(h=ranks // columns, w=columns)
+
+
+def fit(wanted: Cut, axes: tuple[Axis, ...]) -> Cut:
+    """The largest cut of the wanted dims that a layer's axes allow."""
+    limits = {axis.letter: most_parts(axis) for axis in axes}
+    return Cut.of(**{letter: min(degree, limits.get(letter, 1)) for letter, degree in wanted.degrees})

@@ -1,0 +1,140 @@
+"""Ranks as threads of one process: the same seam without a network. For tests, and for looking at a plan.
+
+    run_ranks(4, lambda transport: ...)     # what each rank returned, by rank
+
+The first rank that fails ends the others: whoever waits for it stops waiting.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from queue import Empty, Queue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.transport.base import Transport
+
+T = TypeVar("T")
+PATIENCE = 60.0
+"""Seconds that a rank waits for another before it gives up."""
+
+
+class Hub:
+    """What the ranks share: a mailbox for every (sender, receiver, tag)."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[int, int, object], Queue[Tensor]] = defaultdict(Queue)
+        self.lock = threading.Lock()
+        self.failed = threading.Event()
+
+    def box(self, src: int, dst: int, tag: object) -> "Queue[Tensor]":
+        """The mailbox; made once, whoever asks first."""
+        with self.lock:
+            return self.boxes[src, dst, tag]
+
+
+class _Done:
+    """The handle of a sum that is finished already."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class MemoryTransport(Transport):
+    """One rank of `world` threads."""
+
+    def __init__(self, hub: Hub, rank: int, world: int) -> None:
+        super().__init__()
+        self._hub = hub
+        self.rank, self.world = rank, world
+
+    def make_groups(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Threads need no groups."""
+
+    def _send(self, tensor: Tensor, dst: int, tag: object) -> None:
+        self._hub.box(self.rank, dst, tag).put(tensor.detach().clone())
+
+    def _receive(self, src: int, tag: object) -> Tensor:
+        box = self._hub.box(src, self.rank, tag)
+        for _ in range(int(PATIENCE * 20)):
+            if self._hub.failed.is_set():
+                break
+            try:
+                return box.get(timeout=0.05)
+            except Empty:
+                continue
+        raise TimeoutError(f"rank {self.rank} heard nothing from rank {src} ({tag})")
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> None:
+        """Leave copies in mailboxes and collect what others left."""
+        for dst, tensor in sends:
+            self._send(tensor, dst, tag)
+        if sends:
+            self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
+        for src, buffer in receives:
+            buffer.copy_(self._receive(src, tag))
+
+    def _reduce(
+        self, tensor: Tensor, ranks: tuple[int, ...], label: str, join: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Every rank hears every other and joins them in the order of ranks, so all get the same bits."""
+        self._count_sum(tensor, ranks, label)
+        for dst in ranks:
+            if dst != self.rank:
+                self._send(tensor, dst, "sum")
+        pieces = [tensor.clone() if src == self.rank else self._receive(src, "sum") for src in ranks]
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = join(total, piece)
+        tensor.copy_(total)
+
+    def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> _Done | None:
+        """The sum is taken at once."""
+        if len(ranks) == 1:
+            return None
+        self._reduce(tensor, ranks, label, torch.add)
+        return _Done()
+
+    def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
+        """The largest over ranks, in place on each."""
+        if len(ranks) > 1:
+            self._reduce(tensor, ranks, self.label, torch.maximum)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """A few numbers from every rank to every rank."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        for dst in range(self.world):
+            if dst != self.rank:
+                self._send(mine, dst, "numbers")
+        rows = [mine if src == self.rank else self._receive(src, "numbers") for src in range(self.world)]
+        return [row.tolist() for row in rows]
+
+    def good_bucket_bytes(self) -> int:
+        """There is no link to measure."""
+        return 1 << 20
+
+
+def run_ranks(world: int, work: Callable[[Transport], T]) -> list[T]:
+    """Run `work` on every rank and give what each returned; the first failure is raised."""
+    hub = Hub()
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(MemoryTransport(hub, rank, world))
+        except BaseException as error:
+            if not hub.failed.is_set():
+                errors.append(error)
+            hub.failed.set()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world)]
