@@ -30,6 +30,11 @@ class TensorSpec:
         return replace(self, shape=shape)
 
     @property
+    def differentiable(self) -> bool:
+        """Whether its values can have a gradient."""
+        return "float" in self.dtype or "complex" in self.dtype
+
+    @property
     def elements(self) -> int:
         """Elements of the whole tensor."""
         return volume(whole(self.shape))
@@ -62,6 +67,8 @@ class Layer:
     output: TensorSpec
     result: int | None = None
     """Which of several results this layer stands for; None where the operator has one."""
+    per_sample: Mapping[str, Any] = field(default_factory=dict)
+    """Of arguments that follow the batch: what they have per sample, in their own form; 0 for what stays."""
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -78,6 +85,17 @@ class Layer:
                     if isinstance(item, Value | State):
                         yield f"{name}.{index}", item
 
+    def at_batch(self, batch: int) -> "Layer":
+        """The same layer for another number of samples."""
+        grown = {name: _grown(self.arguments[name], rows, batch) for name, rows in self.per_sample.items()}
+        return replace(self, output=self.output.at_batch(batch), arguments={**self.arguments, **grown})
+
+
+def _grown(argument: Any, per_sample: Any, batch: int) -> Any:
+    if isinstance(per_sample, tuple):
+        return tuple(_grown(item, rows, batch) for item, rows in zip(argument, per_sample, strict=True))
+    return per_sample * batch if per_sample else argument
+
 
 @dataclass(frozen=True)
 class LayerGraph:
@@ -91,28 +109,57 @@ class LayerGraph:
     training: bool
     batch: int
     any_batch: bool
-    """Whether `at_batch` can give the graph for another number of samples."""
+    """Whether `at_batch` can give the graph for other numbers of samples, from `smallest_batch` on."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Buffers that count forward passes in training (batch norm's `num_batches_tracked`), and by how much."""
+    smallest_batch: int = 1
+    """The fewest samples that the network takes; some read rows by number, such as `x[1:3]`."""
+
+    @cached_property
+    def changed(self) -> tuple[str, ...]:
+        """Buffers that a forward pass in training changes: batch norm's running statistics."""
+        names = [
+            layer.arguments[argument].name
+            for layer in self.layers
+            if self.training and "batch_norm" in layer.op and layer.arguments.get("training", True)
+            for argument in ("running_mean", "running_var")
+            if isinstance(layer.arguments.get(argument), State)
+        ]
+        return tuple(dict.fromkeys(names))
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every value's spec by name: inputs and layers."""
         return {**self.inputs, **{layer.name: layer.output for layer in self.layers}}
 
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """Layers from which a gradient of the result can come back: it stops at `detach` and at whole numbers."""
+        found = {self.output}
+        for layer in reversed(self.layers):
+            if layer.name in found and layer.output.differentiable and not layer.op.startswith("aten.detach."):
+                found.update(layer.reads)
+            else:
+                found.discard(layer.name)
+        return frozenset(found - self.inputs.keys())
+
     def spec(self, reference: Value | State) -> TensorSpec:
         """The spec of any tensor that a layer may name."""
         return self.specs[reference.name] if isinstance(reference, Value) else self.states[reference.name]
+
+    def holds_for(self, batch: int) -> bool:
+        """Whether `at_batch` can give the graph for this number of samples."""
+        return batch == self.batch or (self.any_batch and batch >= self.smallest_batch)
 
     def at_batch(self, batch: int) -> "LayerGraph":
         """The same network for another number of samples. Costs no new capture."""
         if batch == self.batch:
             return self
-        if not self.any_batch:
-            raise ValueError(f"captured for a batch of {self.batch} only")
+        if not self.holds_for(batch):
+            raise ValueError(f"captured for a batch of {self.batch}, which does not hold for {batch}")
         return replace(
             self,
             batch=batch,
             inputs={name: spec.at_batch(batch) for name, spec in self.inputs.items()},
-            layers=tuple(replace(layer, output=layer.output.at_batch(batch)) for layer in self.layers),
+            layers=tuple(layer.at_batch(batch) for layer in self.layers),
         )

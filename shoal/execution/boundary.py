@@ -33,15 +33,15 @@ class Boundary:
         if self.io == "share":
             return Inputs({name: samples(spec.shape, shares) for name, spec in graph.inputs.items()}, copies=False)
         first, *target = graph.inputs
-        layouts = {first: tiles(graph.inputs[first].shape, first_cuts[first], self.ranks)}
+        layouts = {first: tiles(graph.inputs[first].shape, first_cuts[first], self.ranks, channels="k")}
         return Inputs({**layouts, **dict.fromkeys(target, result)}, copies=False)
 
-    def output(self, graph: LayerGraph, shares: Sequence[int]) -> Layout | None:
-        """What every rank gets; None: what it computed."""
+    def output(self, graph: LayerGraph, shares: Sequence[int], result: Layout) -> Layout:
+        """What every rank gets."""
         spec = graph.specs[graph.output]
         if self.io == "whole" or spec.shape[:1] != (graph.batch,):
             return (whole(spec.shape),) * self.ranks
-        return samples(spec.shape, shares) if self.io == "share" else None
+        return samples(spec.shape, shares) if self.io == "share" else result
 
     def batch(self, sizes: Sequence[int], captured: int) -> tuple[int, ...]:
         """Samples per rank of the batch at hand, from the number that each rank passed."""
@@ -56,11 +56,11 @@ class Boundary:
 
     def weight(self, program: Program, rank: int) -> float:
         """What a rank's result counts for in the mean over all ranks: its part of the samples and pixels."""
-        box = program.output.tiles[rank]
+        tile = program.output.tiles[rank]
         everything = whole(program.graph.specs[program.graph.output].shape)
-        if self.io == "whole" or (box is not None and box.box == everything):
+        if all(other is not None and other.box == everything for other in program.output.tiles):
             return 1 / self.ranks
-        return 0.0 if box is None else _places(box.box) / _places(everything)
+        return 0.0 if tile is None else _places(tile.box) / _places(everything)
 
 
 def _places(box: Box) -> int:
@@ -78,10 +78,10 @@ def samples(shape: Sequence[int], shares: Sequence[int]) -> Layout:
     return tuple(boxes)
 
 
-def tiles(shape: Sequence[int], reader: Cut, ranks: int) -> Layout:
-    """A tensor cut as its first reader is, halos not included; a reader's `k` is the tensor's channels."""
-    names = ["k" if letter == "c" else letter for letter in letters(len(shape))]
-    spans = [cut(size, min(reader.degree(name), size)) for name, size in zip(names, shape, strict=True)]
+def tiles(shape: Sequence[int], wanted: Cut, ranks: int, *, channels: str = "-") -> Layout:
+    """A tensor cut as a layer is: by sample and in space, without halos; by channel as the letter `channels` is."""
+    names = [channels if letter == "c" else letter for letter in letters(len(shape))]
+    spans = [cut(size, min(wanted.degree(name), size)) for name, size in zip(names, shape, strict=True)]
     boxes: list[Box | None] = list(product(*spans))
     return (*boxes, *(None,) * (ranks - len(boxes)))
 

@@ -136,7 +136,19 @@ class Engine:
                         collector.ready(name, torch.zeros_like(states[name]) if grad is None else grad)
                 case _:
                     pass
-        return {name: value_grads[name] for name in program.graph.inputs if name in value_grads}
+        return self._input_grads(tape, value_grads)
+
+    def _input_grads(self, tape: Tape, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of every input that this rank passed and that wants a gradient; zeros where no part of its own read it."""
+        rank, grads = self.transport.rank, {}
+        for name in tape.program.graph.inputs:
+            box = tape.program.layouts[name][rank]
+            if name in found:
+                grads[name] = found[name]
+            elif name in tape.grads_for and box is not None:
+                shape = [len(span) for span in box]
+                grads[name] = torch.zeros(shape, dtype=tape.types[name], device=self.device)
+        return grads
 
     def _fetch(self, one: Fetch, values: Mapping[str, Tensor], tape: Tape) -> Tensor | None:
         local = values.get(one.value)
@@ -244,7 +256,7 @@ class Engine:
                 tile_grads[key] = value if key not in tile_grads else tile_grads[key] + value
         for name, value in zip(names, found[len(keys) :], strict=True):
             if value is not None:
-                state_grads[name] = value if name not in state_grads else state_grads[name] + value
+                state_grads[name] = _own(value, grad) if name not in state_grads else state_grads[name] + value
 
     def _move(
         self,
@@ -291,6 +303,12 @@ def _last_uses(program: Program) -> _Uses:
 
 def _reversed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
     return tuple(move.reversed() for move in moves)
+
+
+def _own(value: Tensor, passed: Tensor) -> Tensor:
+    """A parameter's gradient in memory of its own; a sum passes one gradient on to all that it adds."""
+    shared = value._is_zerotensor() or value.untyped_storage().data_ptr() == passed.untyped_storage().data_ptr()
+    return value.clone(memory_format=torch.contiguous_format) if shared else value
 
 
 def _needs(layout: tuple[object, ...]) -> tuple[Need | None, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.capturing import capture_with_states
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.operators.base import Op
-from shoal.operators.losses import PairLoss, ScoreLoss, loss_weights
+from shoal.operators.losses import EACH, PairLoss, ScoreLoss, loss_weights
 from shoal.operators.registry import rule_for
 
 MEAN = 1
@@ -75,14 +75,12 @@ def join_loss(
         any_batch=graph.any_batch and end.any_batch,
     )
     last = layers[-1]
-    op = Op(last, {name: joined.spec(reference).shape for name, reference in last.tensors()})
-    mean = (
-        isinstance(rule_for(op), ScoreLoss | PairLoss)
-        and last.arguments.get("reduction") == MEAN
-        and last.arguments["target"] == Value("target")
-    )
+    mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value("target")
+    each = _per_sample(last, joined) if mean else last
+    op = Op(each, {name: joined.spec(reference).shape for name, reference in each.tensors()})
+    mean = mean and isinstance(rule_for(op), ScoreLoss | PairLoss)
     if mean:
-        joined = replace(joined, layers=(*joined.layers[:-1], _per_sample(last, joined)))
+        joined = replace(joined, layers=(*joined.layers[:-1], each))
     return LossTail(joined, {own[name]: tensor for name, tensor in states.items()}, mean, op)
 
 
@@ -103,4 +101,4 @@ def _per_sample(layer: Layer, graph: LayerGraph) -> Layer:
     target = graph.specs["target"]
     dtype = graph.specs[layer.arguments["self"].name].dtype
     output = TensorSpec(target.shape, dtype, target.per_sample)
-    return replace(layer, output=output, arguments={**layer.arguments, "reduction": 0})
+    return replace(layer, output=output, arguments={**layer.arguments, "reduction": EACH})

@@ -17,11 +17,13 @@ from shoal.execution.loss import LossTail
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.precision import value_types
 from shoal.execution.states import ShardedStates
+from shoal.execution.transfer import transfer
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of, place, sharers
 from shoal.lowering.program import Program, compile_program, first_uses, layer_groups
-from shoal.lowering.traffic import step_traffic
-from shoal.moves import Layout
+from shoal.lowering.traffic import INPUT, step_traffic
+from shoal.moves import Layout, Move
+from shoal.operators.base import Need
 from shoal.partition import Box, Cut
 from shoal.planning import Resolved
 from shoal.traffic import Sent
@@ -96,9 +98,8 @@ class ParallelModule(nn.Module):
         """With io="tile": this rank's box of the batch that the network was captured with."""
         graph = self._graphs[True]
         name = next(iter(graph.inputs))
-        return tiles(graph.inputs[name].shape, self._first_cut(graph, name), self._transport.world)[
-            self._transport.rank
-        ]
+        cut = self._first_cut(graph, name)
+        return tiles(graph.inputs[name].shape, cut, self._transport.world, channels="k")[self._transport.rank]
 
     @property
     def output_box(self) -> Box | None:
@@ -154,7 +155,8 @@ class ParallelModule(nn.Module):
             {name: self._first_cut(graph, name) for name in graph.inputs},
             self._output_layout(graph),
         )
-        program = compile_program(graph, cuts, self._transport.world, inputs, self._boundary.output(graph, shares))
+        output = self._boundary.output(graph, shares, self._output_layout(graph))
+        program = compile_program(graph, cuts, self._transport.world, inputs, output)
         self._transport.make_groups([(LAYER, ranks) for ranks in layer_groups(program)])
         return program
 
@@ -170,9 +172,12 @@ class ParallelModule(nn.Module):
         return self._cut(graph, next(layer.name for layer in graph.layers if value in layer.reads))
 
     def _output_layout(self, graph: LayerGraph) -> Layout:
-        last = next(layer for layer in graph.layers if layer.name == graph.output)
-        cut = self._cut(graph, last.name)
-        return place(op_of(last, graph), cut, self._transport.world, everywhere=False).owns
+        """Tiles of the result: losses where they are computed; scores by sample and in space, all their channels."""
+        world, cut = self._transport.world, self._cut(graph, graph.output)
+        if self._tail is not None and self._tail.mean and graph.training:
+            last = next(layer for layer in graph.layers if layer.name == graph.output)
+            return place(op_of(last, graph), cut, world, everywhere=False).owns
+        return tiles(graph.specs[graph.output].shape, cut, world)
 
     # One step
 
@@ -194,6 +199,7 @@ class ParallelModule(nn.Module):
         )
         if self.training:
             self._count_up(program.graph)
+            self._spread_buffers(program)
         weight = self._weight(program, own, sum(row[1] for row in table))
         return self._result(tile, tape, weight), tape, weight
 
@@ -212,6 +218,22 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             for name, by in graph.counters.items():
                 self._states[name].add_(by)
+
+    def _spread_buffers(self, program: Program) -> None:
+        """Give batch norm's new statistics to ranks that hold them but had no part in a smaller batch."""
+        for name in program.graph.changed:
+            home, used = self._states.layouts[name], program.states[name]
+            if used == home:
+                continue
+            sources = {box: ranks[0] for box, ranks in sharers(used).items()}
+            idle = [rank for rank, box in enumerate(home) if box is not None and used[rank] is None]
+            moves = [Move(sources[box], rank, box) for rank in idle if (box := home[rank]) is not None]
+            shard, mine = self._states[name], home[self._transport.rank]
+            wanted = Need(mine) if self._transport.rank in idle and mine is not None else None
+            self._transport.label = "buffers"
+            new = transfer(shard, mine, wanted, moves, self._transport, tag=1, like=shard, add=False)
+            if new is not None:
+                shard.copy_(new)
 
     def _weight(self, program: Program, own: float, everyone: float) -> "_Weight":
         if self._tail is not None and self._tail.mean and self.training:
@@ -245,7 +267,7 @@ class ParallelModule(nn.Module):
         """Where every rank passed the whole batch, each has found only what its own parts contribute."""
         if grad is not None and self._boundary.io == "whole":
             everyone = tuple(range(self._transport.world))
-            grad, self._transport.label = grad.contiguous(), "input"
+            grad, self._transport.label = grad.clone(memory_format=torch.contiguous_format), INPUT
             self._transport.make_groups([(LAYER, everyone)])
             self._transport.sum(grad, everyone, LAYER)
         return grad
@@ -298,12 +320,15 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, x: Tensor, y: Tensor | None, module: ParallelModule) -> Tensor:
         result, ctx.tape, ctx.weight = module._run(x, y, record=True)
-        ctx.module = module
+        ctx.module, ctx.shape = module, x.shape
         return result.clone() if result is x else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.module._backward(ctx.tape, grad, ctx.weight), None, None
+        x_grad = ctx.module._backward(ctx.tape, grad, ctx.weight)
+        if x_grad is None and ctx.needs_input_grad[1]:  # this rank passed nothing that anybody reads
+            x_grad = grad.new_zeros(ctx.shape)
+        return None, x_grad, None, None
 
 
 def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.capturing import capture, capture_with_states
+from shoal.capturing import capture_with_states
 from shoal.errors import ConfigError
 from shoal.execution.boundary import IO, Boundary
 from shoal.execution.engine import Engine
@@ -128,11 +128,13 @@ def capture_modes(
         if loss is not None:
             tail = join_loss(training, loss, target, x.device)
             training, states = tail.graph, {**states, **tail.states}
-        evaluation = capture(model.eval(), x)
+        evaluation, its_states = capture_with_states(model.eval(), x)
     finally:
         for name, module in model.named_modules():
             module.training = flags[name]
-    return Captured(model, {True: training, False: evaluation}, states, tail)
+    specs = {**evaluation.states, **training.states}  # constants of one mode are known in both
+    graphs = {True: replace(training, states=specs), False: replace(evaluation, states=specs)}
+    return Captured(model, graphs, {**its_states, **states}, tail)
 
 
 def _example(example: Tensor | tuple[int, ...], model: nn.Module) -> Tensor:

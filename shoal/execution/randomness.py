@@ -5,11 +5,17 @@ whatever the plan, the ranks or the other samples.
 """
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shoal.partition import Box
+
+_GLOBAL = threading.Lock()
+"""Held while torch's own generators are ours: ranks may be threads of one process."""
 
 
 class LayerRandom:
@@ -29,7 +35,17 @@ class LayerRandom:
         ]
         return torch.stack(rows).to(like)
 
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within, torch's own generators draw the same on every rank; they are left as they were."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with _GLOBAL, torch.random.fork_rng(devices):
+            torch.manual_seed(self._seed("whole"))
+            yield
+
+    def _seed(self, what: object) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{self._key}/{what}".encode(), digest_size=7).digest(), "big")
+
     def _draw(self, shape: tuple[int, ...], sample: int, keep: float, generator: torch.Generator) -> Tensor:
-        digest = hashlib.blake2b(f"{self._key}/{sample}".encode(), digest_size=7).digest()
-        generator.manual_seed(int.from_bytes(digest, "big"))
+        generator.manual_seed(self._seed(sample))
         return torch.rand(shape, generator=generator).lt_(keep)

@@ -98,10 +98,9 @@ class Program:
 
     def needing_grad(self, trainable: frozenset[str], *, input_grad: bool) -> frozenset[str]:
         """Values through which gradients flow, decided from the graph so that all ranks agree."""
-        need = {name for name in self.graph.inputs if input_grad and "float" in self.graph.inputs[name].dtype}
+        need = {name for name in self.graph.inputs if input_grad and self.graph.inputs[name].differentiable}
         for layer in self.graph.layers:
-            floats = "float" in layer.output.dtype
-            if floats and any(
+            if layer.name in self.graph.learning and any(
                 reference.name in (need if isinstance(reference, Value) else trainable)
                 for _, reference in layer.tensors()
             ):
@@ -109,10 +108,8 @@ class Program:
         return frozenset(need)
 
 
-def compile_program(
-    graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inputs: Inputs, output: Layout | None
-) -> Program:
-    """Lay every layer over the ranks and find all moves. `output` None: the result stays where it is computed.
+def compile_program(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inputs: Inputs, output: Layout) -> Program:
+    """Lay every layer over the ranks and find all moves. `output`: the layout that the caller wants the result in.
 
     Pure: the same on every rank. Raises `PlanError` for a cut that does not fit.
     """
@@ -123,7 +120,7 @@ def compile_program(
         one = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
         compiler.add(one)
         placed.append(one)
-    last = compiler.fetch(graph.output, _tiles(output or compiler.layouts[graph.output]), "output")
+    last = compiler.fetch(graph.output, _tiles(output), "output")
     return Program(
         graph=graph,
         ranks=ranks,
@@ -183,10 +180,13 @@ def _tiles(layout: Layout) -> tuple[Need | None, ...]:
 
 
 def first_uses(program: Program) -> dict[str, str]:
-    """For every state the first layer that uses it: when its backward is done, so is the state's gradient."""
+    """For every state the first layer that uses it: when its backward is done, so is the state's gradient.
+
+    A state that only layers without a gradient use has none.
+    """
     found: dict[str, str] = {}
     for one in program.instructions:
-        if isinstance(one, Compute):
+        if isinstance(one, Compute) and one.placed.layer.name in program.graph.learning:
             for _, reference in one.placed.layer.tensors():
                 if isinstance(reference, State):
                     found.setdefault(reference.name, one.placed.layer.name)

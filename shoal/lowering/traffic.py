@@ -11,6 +11,8 @@ from shoal.traffic import Sent, ring_bytes
 
 GRADIENTS = "gradients"
 """The label of gradient sums, whose buckets span layers; everything else is labelled with its layer."""
+INPUT = "input"
+"""The label of the sum of the input's gradient, where every rank passed the whole batch."""
 
 
 @dataclass
@@ -68,7 +70,8 @@ def step_traffic(
                 _note(found, one.label, _moved(one.moves, rank, itemsize[one.value], back=one.value in flowing))
             case Compute():
                 name = one.placed.layer.name
-                _note(found, name, _summed(one.placed, rank, itemsize[name], name in flowing, local_statistics))
+                back = any(read in flowing for read in one.placed.layer.reads)
+                _note(found, name, _summed(one.placed, rank, itemsize[name], back, local_statistics))
     shards = []
     for name in trainable:
         box = homes[name][rank]
@@ -77,6 +80,10 @@ def step_traffic(
     for bucket in fill_buckets(shards, bucket_bytes):
         size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
         _note(found, GRADIENTS, Sent(size, 1))
+    first = next(iter(program.graph.inputs))
+    if first in flowing & program.copies and program.ranks > 1:
+        size = program.graph.inputs[first].elements * itemsize[first]
+        _note(found, INPUT, Sent(ring_bytes(size, program.ranks, rank), 1))
     return found
 
 

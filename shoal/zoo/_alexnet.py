@@ -8,7 +8,7 @@ from shoal.zoo._sample import check_sample
 class AlexNet(nn.Module):
     """Five convolutions, then three dense layers that hold 96% of the parameters."""
 
-    def __init__(self, channels: int, classes: int, dropout: float) -> None:
+    def __init__(self, channels: int, classes: int, dropout: float, hidden: int) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(channels, 64, 11, stride=4, padding=2),
@@ -29,12 +29,12 @@ class AlexNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),
-            nn.Linear(256 * 6 * 6, 4096),
+            nn.Linear(256 * 6 * 6, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
+            nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(4096, classes),
+            nn.Linear(hidden, classes),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,9 @@ class AlexNet(nn.Module):
         return scores
 
 
-def alexnet(*, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5) -> nn.Module:
+def alexnet(
+    *, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5, hidden: int = 4096
+) -> nn.Module:
     """AlexNet; its parameters are the same in number at every height and width."""
     check_sample("alexnet", input, classes, (63, 63))
-    return AlexNet(input[0], classes, dropout)
+    return AlexNet(input[0], classes, dropout, hidden)

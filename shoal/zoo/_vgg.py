@@ -12,7 +12,7 @@ _BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 class VGG(nn.Module):
     """Blocks of 3x3 convolutions, then three dense layers."""
 
-    def __init__(self, channels: int, classes: int, dropout: float) -> None:
+    def __init__(self, channels: int, classes: int, dropout: float, hidden: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for width, convolutions in _BLOCKS:
@@ -24,13 +24,13 @@ class VGG(nn.Module):
         # 7x7 is what 224x224 leaves: no change there, and the same dense layers elsewhere.
         self.avgpool = nn.AdaptiveAvgPool2d(7)
         self.classifier = nn.Sequential(
-            nn.Linear(channels * 7 * 7, 4096),
+            nn.Linear(channels * 7 * 7, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
+            nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(dropout),
-            nn.Linear(4096, classes),
+            nn.Linear(hidden, classes),
         )
         kaiming_(self, mode="fan_out", linear_std=0.01)
 
@@ -40,7 +40,9 @@ class VGG(nn.Module):
         return scores
 
 
-def vgg16(*, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5) -> nn.Module:
+def vgg16(
+    *, input: tuple[int, ...] = (3, 224, 224), classes: int = 1000, dropout: float = 0.5, hidden: int = 4096
+) -> nn.Module:
     """VGG-16; its parameters are the same in number at every height and width."""
     check_sample("vgg16", input, classes, (32, 32))
-    return VGG(input[0], classes, dropout)
+    return VGG(input[0], classes, dropout, hidden)

@@ -1,0 +1,79 @@
+"""What a training loop uses beyond one plain step, on real processes, against one device."""
+
+import pytest
+import torch
+
+from tests.parity import features
+from tests.parity.conftest import RunOnRanks
+
+PLANS = ["data", "model", "2x2", "spatial"]
+
+
+@pytest.mark.parametrize("plan", ["data", "owt", "model", "spatial"])
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.1, True)])
+def test_loss_on_cut_scores(on_ranks: RunOnRanks, plan: str, smoothing: float, weighted: bool) -> None:
+    on_ranks(2, features.loss_on_cut_scores, plan, smoothing, weighted)
+
+
+def test_scores_are_never_gathered_for_the_loss(on_ranks: RunOnRanks) -> None:
+    """Under owt the loss itself sends two numbers per sample and the targets, whatever the number of classes."""
+    few, many = (on_ranks(2, features.bytes_of_loss, classes) for classes in (6, 600))
+    assert few == many
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradient_accumulation(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(4, features.accumulation, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping(on_ranks: RunOnRanks, plan: str, norm_type: float) -> None:
+    on_ranks(4, features.clipping, plan, norm_type)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_frozen_layers(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(4, features.freezing, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_other_batch_sizes_and_evaluation(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(4, features.other_batches, plan)
+
+
+@pytest.mark.parametrize(("plan", "other"), [("data", "model"), ("model", "spatial"), ("2x2", "data")])
+def test_state_under_another_plan(on_ranks: RunOnRanks, plan: str, other: str) -> None:
+    on_ranks(4, features.states, plan, other)
+
+
+@pytest.mark.parametrize("plan", ["data"])
+def test_local_batch_norm_is_ddps(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(2, features.local_batch_norm, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_autocast(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(4, features.autocast, plan)
+
+
+def test_dropout_does_not_depend_on_the_plan(on_ranks: RunOnRanks) -> None:
+    expected = on_ranks(1, features.dropout, "data")[0]
+    assert not torch.equal(expected[0], expected[1])  # another mask in each step
+    for plan in PLANS:
+        for outputs in on_ranks(4, features.dropout, plan):
+            torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
+    for messages in on_ranks(2, features.refusals):
+        assert len(messages) == 6
+        for message, word in zip(
+            messages, ["(4, 2, 11, 9)", "target", "'conv1.weight'", "'3x5'", "'half'", "twice"], strict=True
+        ):
+            assert word in message
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_copies_of_a_shard_stay_equal(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(4, features.copies_stay_equal, plan)

@@ -1,0 +1,65 @@
+"""The zoo under every kind of plan equals one device: outputs, gradients, buffers, three optimizer steps, bytes."""
+
+from typing import Any
+
+import pytest
+
+from shoal import zoo
+from tests.parity.conftest import RunOnRanks
+from tests.parity.plans import randomly
+from tests.parity.reference import compare_plan
+
+NETS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "lenet5": ({"input": (1, 28, 28)}, (5, 1, 28, 28)),
+    "resnet18": ({"input": (3, 37, 35)}, (4, 3, 37, 35)),
+    "mobilenet_v2": ({"input": (3, 33, 35)}, (4, 3, 33, 35)),
+    "alexnet": ({"input": (3, 71, 67), "hidden": 40}, (4, 3, 71, 67)),
+    "unet": ({"input": (2, 32, 48), "width": 4, "depth": 3}, (4, 2, 32, 48)),
+    "acoustic": ({"input": (1, 40, 61)}, (4, 1, 40, 61)),
+}
+PLANS = ["data", "model", "2x2", "owt", "spatial", "random-1", "random-2", "random-3"]
+
+
+def build(name: str, **options: Any) -> Any:
+    return zoo.build(name, options={"classes": 7, **options})
+
+
+def plan_of(name: str) -> Any:
+    return randomly(int(name.removeprefix("random-"))) if name.startswith("random") else name
+
+
+def compare(on_ranks: RunOnRanks, world: int, net: str, plan: str, **options: Any) -> None:
+    arguments, shape = NETS[net]
+    on_ranks(world, compare_plan, build, {"name": net, **arguments}, shape, 7, plan_of(plan), **options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("net", NETS)
+def test_four_ranks(on_ranks: RunOnRanks, net: str, plan: str) -> None:
+    compare(on_ranks, 4, net, plan)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("plan", ["data", "model", "owt", "spatial", "random-4"])
+def test_other_worlds(on_ranks: RunOnRanks, world: int, plan: str) -> None:
+    compare(on_ranks, world, "resnet18", plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_inception_with_odd_sizes(on_ranks: RunOnRanks, plan: str) -> None:
+    arguments, shape = {"name": "inception_v3", "input": (3, 79, 77)}, (4, 3, 79, 77)
+    on_ranks(4, compare_plan, build, arguments, shape, 7, plan_of(plan), steps=1)
+
+
+@pytest.mark.parametrize("plan", ["data", "spatial", "2x2", "random-5"])
+@pytest.mark.parametrize("io", ["whole", "tile"])
+def test_other_ways_in_and_out(on_ranks: RunOnRanks, io: str, plan: str) -> None:
+    if io == "tile" and plan == "random-5":
+        pytest.skip("a random first layer may leave ranks without a box, which have no tile to pass")
+    compare(on_ranks, 4, "unet", plan, io=io)
+
+
+@pytest.mark.parametrize("plan", ["data", "owt", "spatial"])
+def test_unequal_shares(on_ranks: RunOnRanks, plan: str) -> None:
+    compare(on_ranks, 3, "lenet5", plan, shares=(1, 3, 1))
+    compare(on_ranks, 2, "lenet5", plan, shares=(5, 0))
