@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).parent.parent / "examples"
+PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
+UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_tested() -> None:
+    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN)
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(path)],
@@ -23,3 +29,46 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "epoch 2" in run.stdout
+
+
+def losses(script: Path, ranks: int, *arguments: str) -> list[float]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run = subprocess.run([*launch, str(script), *arguments], capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stderr
+    return [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step")]
+
+
+@pytest.fixture(scope="module")
+def one_device() -> list[float]:
+    """The loss curve of the same network without any parallelism."""
+    import torch
+    from torch.nn import functional as F
+
+    import shoal
+
+    torch.manual_seed(0)
+    splits = shoal.data.load("digits")
+    model = shoal.zoo.resnet18(input=splits.train.shape, classes=10).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    order = shoal.data.BatchOrder(samples=len(splits.train), batch=16, seed=0)
+    curve = []
+    for step in range(4):
+        x, y = splits.train.batch(order.indices(0, step))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.double()), y)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        curve.append(loss.item())
+    return curve
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("data", 2), ("model", 2), ("owt", 2), ("spatial", 2), ("2x2", 4)])
+def test_the_changed_script_has_one_devices_losses(one_device: list[float], plan: str, ranks: int) -> None:
+    assert losses(FOLDER / "shoal_script.py", ranks, plan) == pytest.approx(one_device, rel=1e-8)
+
+
+def test_the_ddp_script_runs_and_differs_in_one_line() -> None:
+    assert len(losses(FOLDER / "ddp_script.py", 2)) == 4
+    ddp, ours = ((FOLDER / f"{name}_script.py").read_text().splitlines() for name in ("ddp", "shoal"))
+    code = [[line for line in lines[4:] if "nn.parallel" not in line] for lines in (ddp, ours)]
+    assert sum(a != b for a, b in zip(*code, strict=True)) == 1
