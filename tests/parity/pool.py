@@ -81,7 +81,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     while True:
         try:
