@@ -14,17 +14,24 @@ SCHEMA = "shoal.plan/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A cut for every layer, by module path; patterns may use `*`, and a later line wins."""
+    """A cut for every layer, by its name; patterns may use `*`, and a later line wins.
+
+    A pattern that stands twice is the same as its last line alone, and is kept as that.
+    """
 
     name: str
     """What people call it: data, owt, ... or a file's name."""
     ranks: int
     """Ranks of one replica."""
     layers: tuple[tuple[str, Cut], ...]
-    """(pattern of module paths, cut)."""
+    """(pattern of layers' names, cut)."""
 
     def __post_init__(self) -> None:
         """Refuse a layer that is cut into more parts than there are ranks."""
+        if self.ranks < 1:
+            raise PlanError(f"plan {self.name!r} is for {self.ranks} ranks.", "A plan needs at least 1.")
+        last = {pattern: index for index, (pattern, _) in enumerate(self.layers)}
+        object.__setattr__(self, "layers", tuple(self.layers[index] for index in sorted(last.values())))
         for pattern, cut in self.layers:
             if cut.parts > self.ranks:
                 raise PlanError(
@@ -43,7 +50,7 @@ class Plan:
         """Read what `save` wrote; a file that is missing, not JSON or of another schema is a `PlanError`."""
         remedy = 'A plan is JSON: {"schema": "shoal.plan/1", "name": "mine", "ranks": 4, "layers": {"*": "n4"}}.'
         try:
-            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
         except (OSError, ValueError) as error:
             raise PlanError(f"plan {str(path)!r} cannot be read: {error}.", remedy) from None
         match content:
@@ -53,12 +60,21 @@ class Plan:
                 "ranks": int(ranks),
                 "layers": dict(layers),
                 **rest,
-            } if not rest:
+            } if not rest and not isinstance(ranks, bool):
                 return cls(name=name, ranks=ranks, layers=tuple((p, Cut.parse(str(c))) for p, c in layers.items()))
             case {"schema": other} if other != SCHEMA:
                 raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a key stand twice and forgets where the first stood, but which line is later matters here."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"{key!r} stands in it twice")
+    return dict(pairs)
 
 
 def data_parallel(ranks: int) -> Plan:

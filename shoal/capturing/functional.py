@@ -3,85 +3,180 @@
 After an in-place operator torch.export lets later lines read its result by the new name, so `relu_` may be
 read as `relu`. Except where somebody holds another name of the same memory: a view made before, the input
 itself, or a state. `has_hidden_writes` finds exactly these graphs; they take torch's own functionalisation.
+
+Who shares memory is not guessed from signatures: the tensors of an exported graph carry storages, and views
+share theirs with their base, also through `chunk`, `split` and `unbind`.
 """
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-# `bernoulli_(p)` draws from p alone; its functional twin of the same name would read the tensor.
-_TWINS = {"aten.bernoulli_.float": "aten.bernoulli.p"}
+from shoal.graph import Layer
+
+BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+"""Batch norm as torch's functionalisation leaves it: results 3 and 4 are its new running statistics."""
+
+_READABLE = {"native_batch_norm_legit_functional": "batch_norm", "lift_fresh_copy": "constant"}
+
+_KEEPS_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
+"""Operators that change buffers without a word of it in their signature."""
+
+_MAY_BE_THEIR_INPUT = ("type_as", "einsum", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors",
+                       "meshgrid", "conj_physical", "sum_to_size", "unsafe_chunk", "unsafe_split",
+                       "unsafe_split_with_sizes")  # fmt: skip
+"""Operators that may return their input's own memory though their signature, and so torch.export, denies it."""
 
 
-def functional_names(target: Any) -> tuple[str, str]:
+def functional_names(target: OpOverload) -> tuple[str, str]:
     """(operator, short word) without the mark of an in-place operator: (`aten.relu.default`, `relu`)."""
-    name = str(target)
-    namespace, word, overload = name.split(".", 2)
-    plain = _TWINS.get(name, f"{namespace}.{word.removesuffix('_')}.{overload}")
-    return plain, word.removesuffix("_").replace("_native_batch_norm_legit_functional", "batch_norm")
+    word = str(target).split(".")[1].removesuffix("_").removeprefix("_")
+    return str(twin(target) or target), _READABLE.get(word, word)
 
 
-def has_hidden_writes(graph: Graph) -> bool:
-    """Whether some in-place operator changes memory that is read later under an older name."""
-    memory: dict[Node, Node] = {}
-    """For each tensor the node that first made its memory."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        written = _written(node)
-        shared = [memory.get(other, other) for other in _shared(node)]
-        memory[node] = shared[0] if shared else node
-        if written is None or _counts_up_a_state(node):
-            continue
-        root = memory.get(written, written)
-        if root.op == "placeholder" or not _has_twin(node):
-            return True
-        names = [other for other, its_root in memory.items() if its_root is root and other is not node]
-        if any(position[user] > position[node] for name in names for user in name.users):
-            return True
-    return False
+@cache
+def twin(target: OpOverload) -> OpOverload | None:
+    """The operator that computes what `target` writes in place, with the same arguments; itself if it writes nothing.
 
-
-def _written(node: Node) -> Node | None:
-    """The tensor that a node changes in place."""
-    for schema, argument in _arguments(node):
-        if schema.alias_info is not None and schema.alias_info.is_write and isinstance(argument, Node):
-            return argument
+    Names deceive: `pow_.Scalar` takes a tensor to a number, `pow.Scalar` a number to a tensor. Types do not.
+    """
+    if not target._schema.is_mutable:
+        return target
+    namespace, word, overload = str(target).split(".", 2)
+    packet = getattr(getattr(torch.ops, namespace), word.removesuffix("_"), None)
+    if packet is None or not word.endswith("_"):
+        return None
+    candidates = sorted(packet.overloads(), key=lambda name: name != overload)
+    types = [str(argument.type) for argument in target._schema.arguments]
+    for name in candidates:
+        found: OpOverload = getattr(packet, name)
+        if [str(a.type) for a in found._schema.arguments] == types and not found._schema.is_mutable:
+            return found
     return None
 
 
-def _shared(node: Node) -> list[Node]:
-    """Tensors whose memory a node's result may share: views, and in-place operators."""
-    return [
-        argument
-        for schema, argument in _arguments(node)
-        if schema.alias_info is not None and isinstance(argument, Node)
-    ]
+def operator_of(layer: Layer) -> OpOverload:
+    """The torch operator that a layer names."""
+    namespace, word, overload = layer.op.split(".", 2)
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
+    return found
 
 
-def _arguments(node: Node) -> list[tuple[torch.Argument, Any]]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        # getitem takes one of the results that its operator made; they share what that operator shared
-        return []
-    schema = node.target._schema.arguments
-    return [
-        *zip(schema, node.args, strict=False),
-        *((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs),
-    ]
+def has_hidden_writes(graph: Graph, counters: set[Node]) -> bool:
+    """Whether some in-place operator changes memory that is read later under an older name.
+
+    `counters` are the nodes that count up a buffer, which the reader takes for what they are.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    names = _names_of_memory(graph)
+    given = {memory for memory, nodes in names.items() if nodes[0].op == "placeholder"}
+    for node in graph.nodes:
+        if node in counters:
+            continue
+        for memory in changed_memory(node):
+            older = [name for name in names[memory] if position[name] < position[node]]
+            read_later = any(position[user] > position[node] for name in older for user in name.users)
+            if memory in given or read_later:
+                return True
+        if writes(node) and (len(written_nodes(node)) != 1 or twin(node.target) is None):
+            return True
+    return _reads_statistics(graph)
 
 
-def _has_twin(node: Node) -> bool:
-    namespace, word, overload = functional_names(node.target)[0].split(".", 2)
-    packet = getattr(getattr(torch.ops, namespace), word, None)
-    return packet is not None and overload in packet.overloads()
+def doubtful_write(graph: Graph) -> Node | None:
+    """An in-place operator on memory that may be that of another tensor which is read later: no graph can tell."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    names, links = _names_of_memory(graph), _doubtful_links(graph)
+    for node in graph.nodes:
+        for memory in changed_memory(node):
+            older = [
+                name for other in links.get(memory, ()) for name in names[other] if position[name] < position[node]
+            ]
+            if any(position[user] > position[node] for name in older for user in name.users):
+                return node  # type: ignore[no-any-return]
+    return None
 
 
-def _counts_up_a_state(node: Node) -> bool:
-    """Batch norm's `num_batches_tracked += 1`, which the reader takes for what it is."""
-    target = node.args[0] if node.args else None
+def _doubtful_links(graph: Graph) -> dict[int, set[int]]:
+    """For pieces of memory those others that they may be."""
+    links: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        several = _word(node) == "einsum" and len(node.all_input_nodes) > 1  # a product, so new memory
+        if _word(node) in _MAY_BE_THEIR_INPUT and not several:
+            results = [memory_of(result) for result in (node, *node.users)]
+            one = {memory for memory in map(memory_of, node.all_input_nodes) if memory is not None}
+            other = {memory for memory in results if memory is not None}
+            group = (one | other).union(*(links.get(memory, set()) for memory in one | other))
+            links.update(dict.fromkeys(group, group))
+    return links
+
+
+def memory_of(node: Node) -> int | None:
+    """A number for the memory behind a node's tensor, the same for all its views."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def writes(node: Node) -> bool:
+    """Whether a node changes values in place. `detach_` changes none."""
     return (
-        str(node.target) == "aten.add_.Tensor"
-        and isinstance(target, Node)
-        and not target.meta["val"].ndim
-        and node.args[1:] == (1,)
+        isinstance(node.target, OpOverload)
+        and node.target._schema.is_mutable
+        and str(node.target) != "aten.detach_.default"
     )
+
+
+def changed_memory(node: Node) -> set[int]:
+    """The memory that a node writes to."""
+    return {memory for argument in written_nodes(node) if (memory := memory_of(argument)) is not None}
+
+
+def written_nodes(node: Node) -> list[Node]:
+    """The tensors that a node changes in place."""
+    if not writes(node):
+        return []
+    return [
+        item
+        for schema, argument in _arguments(node)
+        if schema.alias_info is not None and schema.alias_info.is_write
+        for item in (argument if isinstance(argument, list | tuple) else [argument])
+        if isinstance(item, Node)
+    ]
+
+
+def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Any]]:
+    assert isinstance(node.target, OpOverload)
+    schema = node.target._schema.arguments
+    yield from zip(schema, node.args, strict=False)
+    yield from ((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs)
+
+
+def _names_of_memory(graph: Graph) -> dict[int, list[Node]]:
+    """For every piece of memory the nodes that name it, oldest first."""
+    names: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        memory = memory_of(node)
+        if memory is not None:
+            names.setdefault(memory, []).append(node)
+    return names
+
+
+def _reads_statistics(graph: Graph) -> bool:
+    """Whether running statistics that a norm changes in this pass are read by anything but norms."""
+    kept = {
+        argument
+        for node in graph.nodes
+        if str(node.target) in _KEEPS_STATISTICS and node.args[5]  # in training
+        for argument in node.args[3:5]
+        if isinstance(argument, Node)
+    }
+    return any(str(user.target) not in _KEEPS_STATISTICS for node in kept for user in node.users)
+
+
+def _word(node: Node) -> str:
+    return str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""

@@ -32,12 +32,12 @@ class LossTail:
     mean: bool
     op: Op
 
-    def weight(self, target: Tensor, states: Mapping[str, Tensor]) -> float:
+    def weight(self, target: Tensor) -> float:
         """What one rank divides by: the number of its targets, or the sum of their class weights."""
         if not self.mean:
             return 0.0
         given = self.op.layer.arguments.get("weight")
-        weight = states[given.name] if isinstance(given, State) else None
+        weight = self.states[given.name].to(target.device) if isinstance(given, State) else None
         return float(loss_weights(self.op, target, weight).item())
 
 
@@ -63,25 +63,31 @@ def join_loss(
     end, states = capture_with_states(_LossOnly(loss), example, target)
     first, second = end.inputs
     names = {layer.name: f"loss.{layer.name}" if layer.name != "loss" else "loss" for layer in end.layers}
-    names |= {first: graph.output, second: "target"}
+    names = {name: _free(wanted, graph) for name, wanted in names.items()}
+    names |= {first: graph.output, second: _free("target", graph)}
     own = {name: f"loss_state.{name}" for name in end.states}
     layers = [_renamed(layer, names, own) for layer in end.layers]
     joined = replace(
         graph,
         layers=(*graph.layers, *layers),
-        inputs={**graph.inputs, "target": end.inputs[second]},
+        inputs={**graph.inputs, names[second]: end.inputs[second]},
         states={**graph.states, **{own[name]: spec for name, spec in end.states.items()}},
         output=names[end.output],
         any_batch=graph.any_batch and end.any_batch,
     )
     last = layers[-1]
-    mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value("target")
+    mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value(names[second])
     each = _per_sample(last, joined) if mean else last
     op = Op(each, {name: joined.spec(reference).shape for name, reference in each.tensors()})
     mean = mean and isinstance(rule_for(op), ScoreLoss | PairLoss)
     if mean:
         joined = replace(joined, layers=(*joined.layers[:-1], each))
     return LossTail(joined, {own[name]: tensor for name, tensor in states.items()}, mean, op)
+
+
+def _free(name: str, graph: LayerGraph) -> str:
+    """A name that the network itself does not use."""
+    return name if name not in graph.specs else _free(f"{name}_of_loss", graph)
 
 
 def _renamed(layer: Layer, values: Mapping[str, str], states: Mapping[str, str]) -> Layer:
@@ -98,7 +104,7 @@ def _renamed(layer: Layer, values: Mapping[str, str], states: Mapping[str, str])
 
 def _per_sample(layer: Layer, graph: LayerGraph) -> Layer:
     """The loss layer without its mean."""
-    target = graph.specs["target"]
+    target = graph.spec(layer.arguments["target"])
     dtype = graph.specs[layer.arguments["self"].name].dtype
     output = TensorSpec(target.shape, dtype, target.per_sample)
     return replace(layer, output=output, arguments={**layer.arguments, "reduction": EACH})

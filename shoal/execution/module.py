@@ -20,7 +20,7 @@ from shoal.execution.states import ShardedStates
 from shoal.execution.transfer import transfer
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of, place, sharers
-from shoal.lowering.program import Program, compile_program, first_uses, layer_groups
+from shoal.lowering.program import Program, compile_program, first_uses, layer_groups, state_homes
 from shoal.lowering.traffic import INPUT, step_traffic
 from shoal.moves import Layout, Move
 from shoal.operators.base import Need
@@ -57,14 +57,16 @@ class ParallelModule(nn.Module):
         self._syncing = True
         self._before_no_sync: dict[str, Tensor | None] = {}
         self._anchor = torch.zeros((), requires_grad=True)
-        self._sums: tuple[tuple[str, ...], GradientSums] | None = None
-        self.plan = resolved[True].plan(transport.world)
+        self._sums: tuple[object, GradientSums] | None = None
+        self.plan = resolved[True].plan(transport.world, also=resolved[False].cuts)
         """The plan as it was laid, one line per layer; `plan.save(path)` keeps it."""
 
-        home = self._program(training=True, shares=even_shares(graphs[True].batch, transport.world))
-        self._first_uses = first_uses(home)
-        self._states = ShardedStates(self, model, states, home.states, transport.rank)
-        groups = [(GRADIENT, ranks) for layout in home.states.values() for ranks in sharers(layout).values()]
+        shares = even_shares(graphs[True].batch, transport.world)
+        programs = {mode: self._program(training=mode, shares=shares) for mode in (True, False)}
+        self._first_uses = {mode: first_uses(program) for mode, program in programs.items()}
+        homes = state_homes(programs[True], programs[False])
+        self._states = ShardedStates(self, model, states, homes, transport.rank)
+        groups = [(GRADIENT, ranks) for layout in homes.values() for ranks in sharers(layout).values()]
         transport.make_groups(groups)
         self._bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
         self.training = model.training
@@ -120,7 +122,7 @@ class ParallelModule(nn.Module):
         return step_traffic(
             program,
             self._transport.rank,
-            trainable=self._backward_order(frozenset(n for n, s in states.items() if s.requires_grad)),
+            trainable=self._backward_order(frozenset(n for n, s in states.items() if s.requires_grad), training=True),
             homes=self._states.layouts,
             itemsize={
                 **{name: dtype.itemsize for name, dtype in types.items()},
@@ -142,9 +144,10 @@ class ParallelModule(nn.Module):
 
     def _compile(self, captured: LayerGraph, shares: tuple[int, ...]) -> Program:
         batch = sum(shares)
-        if batch != captured.batch and not captured.any_batch:
+        if not captured.holds_for(batch):
+            least = f"needs at least {captured.smallest_batch} samples" if captured.any_batch else "fixes it"
             raise RunError(
-                f"the network was captured for a batch of {captured.batch} and fixes it; now it got {batch}.",
+                f"the network was captured for a batch of {captured.batch} and {least}; now it got {batch}.",
                 "Pass batches of that size, or remove the fixed size from the network's code.",
             )
         graph = captured.at_batch(batch)
@@ -182,12 +185,9 @@ class ParallelModule(nn.Module):
     # One step
 
     def _run(self, x: Tensor, y: Tensor | None, *, record: bool) -> tuple[Tensor, Tape, "_Weight"]:
-        own = 0.0 if y is None or self._tail is None else self._tail.weight(y, self._states.tensors())
-        table = self._transport.gather_numbers([float(x.shape[0]), own])
-        shares = self._boundary.batch([int(size) for size, _ in table], self._graphs[self.training].batch)
+        shares, own, everyone = self._agree(x, y)
         program = self._program(training=self.training, shares=shares)
         inputs = dict(zip(program.graph.inputs, (x,) if y is None else (x, y), strict=True))
-        self._check(program, inputs)
         self._forwards += self.training
         tile, tape = self._engine.forward(
             program,
@@ -200,19 +200,41 @@ class ParallelModule(nn.Module):
         if self.training:
             self._count_up(program.graph)
             self._spread_buffers(program)
-        weight = self._weight(program, own, sum(row[1] for row in table))
+        weight = self._weight(program, own, everyone)
         return self._result(tile, tape, weight), tape, weight
 
-    def _check(self, program: Program, inputs: Mapping[str, Tensor]) -> None:
-        for name, tensor in inputs.items():
-            box = program.layouts[name][self._transport.rank]
-            wanted = None if box is None else tuple(map(len, box))
-            if wanted is not None and tuple(tensor.shape) != wanted:
-                raise RunError(
+    def _agree(self, x: Tensor, y: Tensor | None) -> tuple[tuple[int, ...], float, float]:
+        """(samples per rank, weight of this rank's targets, of all): known to all ranks before anything is sent.
+
+        A rank whose tensors do not fit fails on all ranks, so that none waits for it.
+        """
+        problem = self._misfit(x, y)
+        own = 0.0 if y is None or self._tail is None or problem else self._tail.weight(y)
+        table = self._transport.gather_numbers([float(x.shape[0]), own, float(problem is not None)])
+        wrong = [rank for rank, row in enumerate(table) if row[2]]
+        if wrong:
+            raise RunError(
+                problem or f"rank {wrong[0]} passed a tensor that does not fit; see its message.",
+                "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
+            )
+        shares = self._boundary.batch([int(row[0]) for row in table], self._graphs[self.training].batch)
+        return shares, own, sum(row[1] for row in table)
+
+    def _misfit(self, x: Tensor, y: Tensor | None) -> str | None:
+        """What is wrong with this rank's tensors; the number of samples is the caller's choice but for tiles."""
+        graph, io = self._graphs[self.training], self._boundary.io
+        boxes = (self.input_box, self.output_box) if io == "tile" else (None, None)
+        for name, tensor, box in zip(graph.inputs, (x, y), boxes, strict=False):
+            if tensor is None or (io == "tile" and box is None):
+                continue
+            wanted = graph.inputs[name].shape if box is None else tuple(map(len, box))
+            free = 1 if io != "tile" else 0
+            if tensor.ndim != len(wanted) or tensor.shape[free:] != wanted[free:]:
+                return (
                     f"rank {self._transport.rank} passed {tuple(tensor.shape)} for {name!r}; "
-                    f"io={self._boundary.io!r} needs {wanted}.",
-                    "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
+                    f"io={io!r} and the captured batch need {wanted}."
                 )
+        return None
 
     def _count_up(self, graph: LayerGraph) -> None:
         with torch.no_grad():
@@ -258,8 +280,10 @@ class ParallelModule(nn.Module):
         if tile is not None:
             seed = (grad * weight.factor).to(tape.types[tape.program.graph.output]).expand(tile.shape)
         states = self._states.tensors()
-        collector: Collector = self._begin_sums(states, tape.trainable) if self._syncing else Kept()
-        inputs = self._engine.backward(tape, seed, collector, self._first_uses, states)
+        training = tape.program.graph.training
+        names = self._backward_order(tape.trainable, training=training)
+        collector: Collector = self._begin_sums(states, names) if self._syncing else Kept()
+        inputs = self._engine.backward(tape, seed, collector, self._first_uses[training], states)
         self._store(collector.finish(), states)
         return self._input_grad(inputs.get(next(iter(tape.program.graph.inputs))))
 
@@ -274,15 +298,15 @@ class ParallelModule(nn.Module):
 
     # Gradients
 
-    def _backward_order(self, trainable: frozenset[str]) -> tuple[str, ...]:
-        return tuple(name for name in reversed(self._first_uses) if name in trainable)
+    def _backward_order(self, trainable: frozenset[str], *, training: bool) -> tuple[str, ...]:
+        return tuple(name for name in reversed(self._first_uses[training]) if name in trainable)
 
-    def _begin_sums(self, states: Mapping[str, Tensor], trainable: frozenset[str]) -> GradientSums:
-        names = self._backward_order(trainable)
-        if self._sums is None or self._sums[0] != names:
+    def _begin_sums(self, states: Mapping[str, Tensor], names: tuple[str, ...]) -> GradientSums:
+        kinds = tuple((name, states[name].dtype, states[name].device) for name in names)
+        if self._sums is None or self._sums[0] != kinds:
             rank = self._transport.rank
             shards = {name: (self._states.ranks_of(name, rank), states[name].detach()) for name in names}
-            self._sums = (names, GradientSums(shards, self._transport, self._bucket_bytes))
+            self._sums = (kinds, GradientSums(shards, self._transport, self._bucket_bytes))
         left_over = self._take_left_over(states)
         self._sums[1].begin(left_over, reuse=all(states[name].grad is None for name in names))
         return self._sums[1]

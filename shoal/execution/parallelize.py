@@ -91,7 +91,8 @@ def lay(
     bucket_bytes: int | None = None,
 ) -> ParallelModule:
     """Lay a captured network over the ranks of `transport`; `parallelize` without the capture."""
-    resolved = {mode: resolve(plan, graph, transport.world) for mode, graph in captured.graphs.items()}
+    names = [layer.name for graph in captured.graphs.values() for layer in graph.layers]
+    resolved = {mode: resolve(plan, graph, transport.world, names) for mode, graph in captured.graphs.items()}
     if transport.rank == 0:
         _announce(resolved[True])
     if seed is None:

@@ -24,7 +24,9 @@ class _Place:
     leaf: str
 
     def tensor(self) -> Tensor:
-        return cast(Tensor, getattr(self.owner, self.leaf))
+        # not by getattr: the network's names may be those of our own attributes, such as `plan`
+        tensors = self.owner._parameters if self.leaf in self.owner._parameters else self.owner._buffers
+        return cast(Tensor, tensors[self.leaf])
 
 
 class ShardedStates:
@@ -61,12 +63,13 @@ class ShardedStates:
         owner = root
         for word in path:
             if word not in owner._modules:
-                owner.add_module(word, nn.Module())
+                owner._modules[word] = nn.Module()
             owner = cast(nn.Module, owner._modules[word])
         if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=tensor.requires_grad))
+            owner._parameters[leaf] = nn.Parameter(shard, requires_grad=tensor.requires_grad)
         else:
-            owner.register_buffer(leaf, shard, persistent=persistent)
+            owner._buffers[leaf] = shard
+            owner._non_persistent_buffers_set.update([] if persistent else [leaf])
         self._places[name] = _Place(owner, leaf)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -165,7 +165,7 @@ def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> di
                     raise PlanError(
                         f"layers {user!r} and {placed.layer.name!r} share {reference.name!r} but are cut so that "
                         "they need different parts of it.",
-                        "Give both layers the same cut.",
+                        "Give both layers the same cut. Where one of them runs whole, cut the other by n, d, h or w.",
                     )
                 layout[rank] = box
     for name in graph.states.keys() - first.keys():  # used by no layer: every rank keeps it

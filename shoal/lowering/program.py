@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
+from shoal.errors import PlanError
 from shoal.graph import LayerGraph, State, Value
 from shoal.lowering.placement import Placed, depends_on_input, op_of, place, state_layouts
 from shoal.moves import Layout, Move, add_moves, copy_moves
@@ -191,6 +192,37 @@ def first_uses(program: Program) -> dict[str, str]:
                 if isinstance(reference, State):
                     found.setdefault(reference.name, one.placed.layer.name)
     return found
+
+
+def state_homes(training: Program, evaluation: Program) -> dict[str, Layout]:
+    """Where every state lives: as training needs it, or evaluation where training does not use it.
+
+    A state that the two need different parts of is a `PlanError`.
+    """
+    users: dict[str, str] = {}
+    for one in training.instructions:
+        if isinstance(one, Compute):
+            for _, reference in one.placed.layer.tensors():
+                if isinstance(reference, State):
+                    users.setdefault(reference.name, one.placed.layer.name)
+    homes = {**evaluation.states, **{name: training.states[name] for name in users}}
+    for one in evaluation.instructions:
+        if isinstance(one, Compute):
+            for argument, reference in one.placed.layer.tensors():
+                if isinstance(reference, State) and not _held(one.placed, argument, homes[reference.name]):
+                    raise PlanError(
+                        f"layers {users[reference.name]!r} in training and {one.label!r} in evaluation share "
+                        f"{reference.name!r} but are cut so that they need different parts of it.",
+                        "Give both layers the same cut.",
+                    )
+    return homes
+
+
+def _held(placed: Placed, argument: str, home: Layout) -> bool:
+    """Whether every rank holds exactly what its part of a layer needs of a state."""
+    return all(
+        argument not in needs or needs[argument].box == box for needs, box in zip(placed.needs, home, strict=True)
+    )
 
 
 def layer_groups(program: Program) -> set[tuple[int, ...]]:

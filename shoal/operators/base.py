@@ -10,6 +10,7 @@ and computes that box from those boxes with plain torch. Adding an operator mean
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,6 +80,13 @@ class Op:
         return self.layer.arguments[argument]
 
     @property
+    def operator(self) -> torch._ops.OpOverload:
+        """The torch operator itself."""
+        namespace, word, overload = self.layer.op.split(".", 2)
+        found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
+        return found
+
+    @property
     def out(self) -> tuple[int, ...]:
         """Global shape of the output."""
         return self.layer.output.shape
@@ -129,6 +137,10 @@ class Random(Protocol):
         """The part's box of a mask over the whole shape: 1 with probability `keep`, else 0."""
         ...
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """Within, torch's own generators draw the same on every rank; they are left as they were."""
+        ...
+
 
 @dataclass(frozen=True)
 class Call:
@@ -151,8 +163,7 @@ class Call:
             name: changed[name] if name in changed else self._tensors_in(name, value)
             for name, value in self.op.layer.arguments.items()
         }
-        namespace, word, overload = self.op.layer.op.split(".", 2)
-        result = getattr(getattr(getattr(torch.ops, namespace), word), overload)(**arguments)
+        result = self.op.operator(**arguments)
         picked: Tensor = result if self.op.layer.result is None else result[self.op.layer.result]
         return picked
 
@@ -213,4 +224,6 @@ class Whole(Rule):
         return whole(op.out)
 
     def run(self, call: Call) -> Tensor:
-        return call.torch()
+        draws = torch.Tag.nondeterministic_seeded in call.op.operator.tags
+        with call.random.in_step() if draws else nullcontext():
+            return call.torch()

@@ -59,7 +59,7 @@ class Dropout(Rule):
 
     def run(self, call: Call) -> Tensor:
         x, p = call.tensors["input"], call.op["p"]
-        if not call.op["train"] or p == 0:
+        if call.op["train"] is False or p == 0:  # None: native_dropout trains
             return x.clone()
         shape, box = call.op.out, call.op.output_box(call.part)
         if "feature" in call.op.layer.op:

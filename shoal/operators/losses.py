@@ -13,6 +13,9 @@ from torch import Tensor
 from shoal.operators.base import Axis, Call, GroupSum, Need, Op, Part, Rule, letters
 from shoal.partition import Box, whole
 
+EACH = 0
+"""torch's number for `reduction="none"`."""
+
 
 class ScoreLoss(Rule):
     """cross_entropy and nll_loss against class numbers, with weights, label smoothing and ignored targets."""
@@ -42,29 +45,29 @@ class ScoreLoss(Rule):
         op, x, target = call.op, call.tensors["self"], call.tensors["target"]
         weight = call.tensors.get("weight")
         if "c" not in call.cut:
-            return call.torch(reduction=0)
-        mine = call.part["c"]
-        ignored = target == op["ignore_index"]
-        weights = torch.ones_like(x.select(1, 0)) if weight is None else weight[target.masked_fill(ignored, 0)]
-        weights = weights.masked_fill(ignored, 0.0)
+            return call.torch()
+        mine, classes = call.part["c"], op.shapes["self"][1]
+        counted = target != op["ignore_index"]
+        torch._assert_async(
+            (~counted | ((target >= 0) & (target < classes))).all(), f"a target is not one of the {classes} classes"
+        )
+        kept = counted.to(x.dtype)
+        weights = kept if weight is None else kept * weight[target.where(counted, 0)]
         local = (target - mine.start).clamp(0, len(mine) - 1)
         here = (target >= mine.start) & (target < mine.stop)
         picked = x.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
         smoothing = float(op.layer.arguments.get("label_smoothing", 0.0))
-        loss = -(1 - smoothing) * weights * picked
-        shares = weights.new_zeros(()) if not smoothing else ~ignored
+        loss: Tensor = -(1 - smoothing) * weights * picked
+        scale = (1 - smoothing) * weights
         if smoothing:
             spread = x if weight is None else x * weight[mine.start : mine.stop].view(-1, *(1,) * (x.ndim - 2))
-            loss = loss - smoothing / op.shapes["self"][1] * spread.sum(1) * shares
+            loss = loss - smoothing / classes * spread.sum(1) * kept
+            scale = scale + smoothing * (1.0 if weight is None else weight.mean()) * kept
         if op.layer.op.split(".")[1] == "cross_entropy_loss":
             top = call.peers.max(x.amax(1), "c")
             total = call.peers.sum((x - top.unsqueeze(1)).exp().sum(1), "c").log() + top
-            if mine.start == 0:
-                scale = (1 - smoothing) * weights
-                if smoothing:
-                    mean_weight = 1.0 if weight is None else weight.mean()
-                    scale = scale + smoothing * mean_weight * shares
-                loss = loss + total * scale
+            # one part adds it, but it is in every part's graph: all take part in the sum of its gradient
+            loss = loss + total * (scale if mine.start == 0 else torch.zeros_like(scale))
         return loss
 
     def sums(

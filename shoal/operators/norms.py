@@ -47,9 +47,9 @@ class BatchNorm(Rule):
         applied = _SharedBatchNorm.apply(x, weight, bias, eps, count, call.peers, over)  # type: ignore[no-untyped-call]
         out, batch_mean, batch_var = applied
         if mean is not None and var is not None:
-            with torch.no_grad():
-                mean.lerp_(batch_mean.to(mean.dtype), momentum)
-                var.lerp_(batch_var.to(var.dtype) * (count / max(count - 1, 1)), momentum)
+            # .data: the kernel of another use of these statistics has kept them, though it will not read them
+            mean.data.lerp_(batch_mean.to(mean.dtype), momentum)
+            var.data.lerp_(batch_var.to(var.dtype) * (count / max(count - 1, 1)), momentum)
         result: Tensor = out
         return result
 
@@ -80,7 +80,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         peers: Peers,
         over: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        part_mean, part_var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        part_mean, part_var = torch.batch_norm_update_stats(_wide(x), None, None, 0.0)
         rows = x.numel() // x.shape[1]
         table = part_mean.new_zeros(peers.count(over), 2 * x.shape[1] + 1)
         table[peers.index(over)] = torch.cat([part_mean, part_var, part_mean.new_tensor([rows])])
@@ -90,7 +90,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         var = (counts * (variances + (means - mean).square())).sum(0)
         out = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.eps, ctx.count, ctx.peers, ctx.over = eps, count, peers, over
+        ctx.eps, ctx.count, ctx.peers, ctx.over, ctx.has_bias = eps, count, peers, over, bias is not None
         ctx.mark_non_differentiable(mean, var)
         return out, mean, var
 
@@ -111,6 +111,9 @@ class _SharedBatchNorm(torch.autograd.Function):
             ctx.eps,
             [True, True, True],
         )
+        weights_grads = (weight_grad if weight is not None else None, bias_grad if ctx.has_bias else None)
+        if not ctx.needs_input_grad[0]:
+            return None, *weights_grads, None, None, None, None
         sums = torch.cat([weight_grad, bias_grad])
         ctx.peers.sum_now(sums, ctx.over)
         scaled, shifted = sums[: x.shape[1]], sums[x.shape[1] :]
@@ -120,7 +123,12 @@ class _SharedBatchNorm(torch.autograd.Function):
         offset = gain * shifted / ctx.count - slope * mean
         view = (-1, *(1,) * (x.ndim - 2))
         x_grad = torch.addcmul(through, x, slope.to(x.dtype).view(view), value=-1).sub_(offset.to(x.dtype).view(view))
-        return x_grad, (weight_grad if weight is not None else None), bias_grad, None, None, None, None
+        return x_grad, *weights_grads, None, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics of half-precision values are taken, and kept, in float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def normalise(x: Tensor, dims: list[int], count: int, eps: float, peers: Peers, over: str) -> Tensor:
@@ -154,7 +162,9 @@ class GroupNorm(Rule):
         groups = x.shape[1] // per_group
         over = self._over(op, call.cut)
         if not over:
-            return F.group_norm(x, groups, weight, bias, float(op["eps"]))
+            return torch.group_norm(
+                x, groups, weight, bias, float(op["eps"])
+            )  # F's check is of the whole, not of a part
         grouped = x.reshape(x.shape[0], groups, -1)
         out = normalise(grouped, [2], per_group * prod(op.out[2:]), float(op["eps"]), call.peers, over).view_as(x)
         view = (-1, *(1,) * (x.ndim - 2))

@@ -4,11 +4,12 @@ from shoal.operators import elementwise, losses, norms, products, views, windows
 from shoal.operators.base import Op, Rule, Whole
 
 _ELEMENTWISE = """
-    abs add alias ceil celu clamp clamp_max clamp_min clone contiguous cos detach div elu empty_like eq erf exp
-    floor ge gelu gt hardsigmoid hardswish hardtanh le leaky_relu lift_fresh_copy log log1p log_sigmoid logical_and
-    logical_not logical_or lt masked_fill maximum minimum mish mul ne neg ones_like pow reciprocal relu relu6 round
-    rsqrt rsub selu sigmoid sign silu sin softplus softshrink sqrt square sub tanh tanhshrink threshold to where
-    zeros_like _to_copy hardshrink
+    abs add addcdiv addcmul alias atan atan2 ceil celu clamp clamp_max clamp_min clone contiguous cos cosh detach
+    div elu empty_like eq erf erfc exp exp2 expm1 floor fmod ge gelu gt hardshrink hardsigmoid hardswish hardtanh
+    isfinite isinf isnan le leaky_relu lerp lift_fresh_copy log log10 log1p log2 log_sigmoid logical_and logical_not
+    logical_or logical_xor lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow reciprocal relu
+    relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub
+    tan tanh threshold to trunc where zeros_like _to_copy
 """
 
 _RULES: dict[str, Rule] = {
@@ -52,6 +53,7 @@ _RULES: dict[str, Rule] = {
         ]
     },
     "pixel_shuffle": windows.PixelShuffle(),
+    "pixel_unshuffle": windows.PixelUnshuffle(),
     "linear": products.Linear(),
     **{word: products.Reduce() for word in ["mean", "sum"]},
     **{
@@ -77,27 +79,42 @@ def rule_for(op: Op) -> Rule:
     """The rule of an operator; `WHOLE` where there is none for it or for the way it is called."""
     word = op.layer.op.split(".")[1]
     rule = _RULES.get(word, WHOLE)
+    if rule is WHOLE or not all(map(all, [op.out, *op.shapes.values()])):  # nothing to cut where there are no elements
+        return WHOLE
     return WHOLE if _unusual(word, op) else rule
 
 
 def _unusual(word: str, op: Op) -> bool:
     """Ways of calling an operator that its rule does not speak of."""
-    if word.startswith(("conv", "max_pool", "avg_pool", "adaptive_avg_pool")):
+    overload = op.layer.op.split(".", 2)[2]
+    if word.startswith(("conv", "max_pool", "avg_pool", "adaptive_avg_pool")) and word[-1] == "d":
         return len(op.out) != int(word[-2]) + 2  # without a batch dim
+    if "upsample" in word:
+        return overload != "vec"
+    if word in ("pixel_shuffle", "pixel_unshuffle"):
+        return len(op.out) != 4
     if word in (
         "native_dropout",
+        "_native_batch_norm_legit",
         "_native_batch_norm_legit_functional",
         "_native_batch_norm_legit_no_training",
     ):
         return op.layer.result not in (None, 0)
+    if word == "bernoulli":
+        return overload != "p"  # the probabilities are a tensor
+    if word == "view":
+        return overload != "default"  # as another type
+    if word == "to":
+        return overload == "other"
     if word == "instance_norm":
         return "running_mean" in op.shapes
-    if word in ("mean", "sum"):
-        return op.layer.arguments.get("dtype") is not None
+    if word in ("mean", "sum", "softmax", "log_softmax"):
+        return op.layer.arguments.get("dtype") is not None or not op.shapes["self"]
     if word in ("cross_entropy_loss", "nll_loss_nd", "nll_loss"):
-        return len(op.shapes["target"]) != len(op.shapes["self"]) - 1 or len(op.shapes["self"]) < 2
+        of_numbers = len(op.shapes["target"]) == len(op.shapes["self"]) - 1 > 0
+        return not of_numbers or op["reduction"] != losses.EACH
     if word in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-        return op.shapes["self"] != op.shapes["target"]
+        return op.shapes["self"] != op.shapes["target"] or op["reduction"] != losses.EACH
     if word == "prelu":
         return len(op.out) < 2
     return False

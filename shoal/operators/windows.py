@@ -176,7 +176,7 @@ class TransposedConvolution(Rule):
         op, part, x, weight = call.op, call.part, call.tensors["input"], call.tensors["weight"]
         bias = call.tensors.get("bias")
         dims = x.ndim - 2
-        groups = weight.shape[0] // (op.shapes["weight"][0] // op["groups"])
+        groups = 1 if op["groups"] == 1 else weight.shape[0] // (op.shapes["weight"][0] // op["groups"])
         stride, dilation = per_dim(op["stride"], dims), per_dim(op["dilation"], dims)
         padding, extra = per_dim(op["padding"], dims), per_dim(op["output_padding"], dims)
         crop: list[int] = []
@@ -319,38 +319,42 @@ class Upsample(Rule):
     """
 
     def _sources(self, op: Op, dim: int) -> Tensor:
-        """The place in the input, maybe between two rows, that each output row of a dim reads."""
-        size, out = op.shapes["input" if "input" in op.shapes else "self"][2 + dim], op.out[2 + dim]
-        scales = op.layer.arguments.get("scale_factors")
-        scale = [scales[dim]] if scales else None
-        rows = torch.arange(size, dtype=torch.float64).view(1, 1, -1)
-        word = op.layer.op.split(".")[1]
-        target = None if scale else [out]
-        if "nearest_exact" in word:
-            places = torch.ops.aten._upsample_nearest_exact1d.vec(rows, target, scale)
-        elif "nearest" in word:
-            places = torch.ops.aten.upsample_nearest1d.vec(rows, target, scale)
+        """The place in the input, maybe between two rows, that each output row of a dim reads.
+
+        Nearest rounds, and torch's kernels round differently for float32 and float64, and for one channel and many:
+        the question is put in the type and form of the real call.
+        """
+        size, dims = op.shapes["input"][2 + dim], len(op.out) - 2
+        nearest = "nearest" in op.layer.op
+        dtype = torch.float32 if nearest and op.layer.output.dtype != "float64" else torch.float64
+        small = [min(2, op.shapes["input"][1]), *(2,) * dims]
+        small[1 + dim] = size
+        rows = torch.arange(size, dtype=dtype).view(-1, *(1,) * (dims - 1 - dim)).expand(1, *small).contiguous()
+        arguments = dict(op.layer.arguments)
+        if arguments["scale_factors"]:
+            arguments["scale_factors"] = [arguments["scale_factors"][dim] if d == dim else 1.0 for d in range(dims)]
         else:
-            places = torch.ops.aten.upsample_linear1d.vec(rows, target, op["align_corners"], scale)
-        flat: Tensor = places.flatten()
-        return flat
+            arguments["output_size"] = [op.out[2 + dim] if d == dim else 2 for d in range(dims)]
+        places: Tensor = getattr(torch.ops.aten, op.layer.op.split(".")[1]).vec(**{**arguments, "input": rows})
+        return places[0, 0].movedim(dim, 0).reshape(op.out[2 + dim], -1)[:, 0].double()
 
     def _reads(self, op: Op, dim: int, part: Span) -> tuple[Span, Tensor]:
-        """(input rows read, place of each output row)."""
+        """(input rows read, place of each output row). Where a dim is not cut: all rows, for the kernel itself."""
         places = self._sources(op, dim)[part.start : part.stop]
-        size = op.shapes["input" if "input" in op.shapes else "self"][2 + dim]
+        size = op.shapes["input"][2 + dim]
+        if len(part) == op.out[2 + dim]:
+            return Span(0, size), places
         first, last = int(places.min().floor()), int(places.max().ceil())
         return Span(first, min(last + 1, size)), places
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         rows = [self._reads(op, dim, part[letter])[0] for dim, letter in enumerate(spatial_letters(op))]
-        return {next(iter(op.shapes)): Need((part["n"], part["c"], *rows))}
+        return {"input": Need((part["n"], part["c"], *rows))}
 
     def run(self, call: Call) -> Tensor:
-        op = call.op
+        op, x = call.op, call.tensors["input"]
         if not call.cut & set(spatial_letters(op)):
             return call.torch()
-        x = next(iter(call.tensors.values()))
         for dim, letter in enumerate(spatial_letters(op)):
             rows, places = self._reads(op, dim, call.part[letter])
             places = (places - rows.start).to(x.device)
@@ -376,6 +380,21 @@ class PixelShuffle(Rule):
         factor = op["upscale_factor"]
         rows = [Span(part[x].start // factor, part[x].stop // factor) for x in "hw"]
         return {"self": Need((part["n"], part["c"].scaled(factor * factor), *rows))}
+
+    def run(self, call: Call) -> Tensor:
+        return call.torch()
+
+
+class PixelUnshuffle(Rule):
+    """pixel_unshuffle: blocks of pixels become blocks of channels, which are cut in whole blocks."""
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        return op.output_axes(c=op["downscale_factor"] ** 2)
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        factor = op["downscale_factor"]
+        channels = Span(part["c"].start // factor**2, part["c"].stop // factor**2)
+        return {"self": Need((part["n"], channels, part["h"].scaled(factor), part["w"].scaled(factor)))}
 
     def run(self, call: Call) -> Tensor:
         return call.torch()

@@ -1,6 +1,6 @@
 """From a plan, by name or as a file's patterns, to one cut for every layer of a network."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,19 +25,20 @@ class Resolved:
     whole: Mapping[str, str]
     """Layers whose operator has no rule, with the operator: they run whole on every rank."""
 
-    def plan(self, ranks: int) -> Plan:
-        """The same as a plan that can be saved, one line per layer."""
-        return Plan(name=self.name, ranks=ranks, layers=tuple(self.cuts.items()))
+    def plan(self, ranks: int, also: Mapping[str, Cut] | None = None) -> Plan:
+        """The same as a plan that can be saved, one line per layer; `also` are layers of another mode only."""
+        return Plan(name=self.name, ranks=ranks, layers=tuple({**(also or {}), **self.cuts}.items()))
 
 
-def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int) -> Resolved:
+def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterable[str] = ()) -> Resolved:
     """The cut of every layer.
 
     A named strategy takes the largest degree that fits a small layer. A plan's own lines are taken at their
     word: one that does not fit is a `PlanError` with the layer's name and the cuts that do. A layer that no
-    line names follows the layer it reads.
+    line names follows the layer it reads. `also`: layers that a line may name though this graph has them not,
+    since a network has some in training only.
     """
-    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+    if isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan)):
         plan = Plan.load(plan)
     sees_batch = depends_on_input(graph)
     whole = {
@@ -46,7 +47,8 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int) -> Resolved:
         if layer.name in sees_batch and rule_for(op_of(layer, graph)) is WHOLE
     }
     if isinstance(plan, Plan):
-        return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch - whole.keys()), {}, whole)
+        _check_plan(plan, ranks, [*(layer.name for layer in graph.layers), *also])
+        return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch, whole), {}, whole)
     cuts, smaller = {}, {}
     for name, wanted in wanted_cuts(plan, graph, ranks).items():
         cuts[name] = Cut()
@@ -62,29 +64,49 @@ def _fitted(name: str, wanted: Cut, graph: LayerGraph) -> Cut:
     return fit(wanted, rule_for(op).axes(op))
 
 
-def _from_lines(plan: Plan, graph: LayerGraph, ranks: int, cuttable: set[str]) -> dict[str, Cut]:
+def _check_plan(plan: Plan, ranks: int, known: Sequence[str]) -> None:
     if plan.ranks != ranks:
         raise PlanError(
             f"plan {plan.name!r} is for {plan.ranks} ranks; there are {ranks}.",
             f"Start {plan.ranks} ranks, or make a plan for {ranks}.",
         )
-    names = [layer.name for layer in graph.layers]
     for pattern, _ in plan.layers:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(_names(pattern, name) for name in known):
             raise PlanError(
                 f"plan {plan.name!r} names {pattern!r}, which matches no layer.",
-                suggestion(pattern, names),
+                suggestion(pattern, dict.fromkeys(known)),
             )
+
+
+def _names(pattern: str, layer: str) -> bool:
+    """Whether a line speaks of a layer; a layer's own name always does, whatever signs are in it."""
+    return pattern == layer or fnmatchcase(layer, pattern)
+
+
+def _from_lines(
+    plan: Plan, graph: LayerGraph, ranks: int, sees_batch: set[str], whole: Mapping[str, str]
+) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     for layer in graph.layers:
-        lines = [cut for pattern, cut in plan.layers if fnmatchcase(layer.name, pattern)]
-        if layer.name not in cuttable:
+        line = next(((p, cut) for p, cut in reversed(plan.layers) if _names(p, layer.name)), None)
+        op = op_of(layer, graph)
+        if layer.name not in sees_batch:
             cuts[layer.name] = Cut()
-        elif lines:
-            op = op_of(layer, graph)
-            check_fits(op, lines[-1], rule_for(op).axes(op), ranks)
-            cuts[layer.name] = lines[-1]
+        elif layer.name in whole:
+            if line is not None and line[0] == layer.name:
+                check_fits(op, line[1], (), ranks)
+            cuts[layer.name] = Cut()
+        elif line is not None:
+            check_fits(op, line[1], rule_for(op).axes(op), ranks)
+            cuts[layer.name] = line[1]
         else:
-            before = next((cuts[read] for read in layer.reads if read in cuts), Cut.of(n=ranks))
-            cuts[layer.name] = _fitted(layer.name, before, graph)
+            before = next((cuts[read] for read in layer.reads if read in cuts and read in sees_batch), Cut.of(n=ranks))
+            cuts[layer.name] = fit(_followed(before), rule_for(op).axes(op))
     return cuts
+
+
+def _followed(cut: Cut) -> Cut:
+    """The cut for a layer that follows: sums over cut input channels end up with every rank, so by channel."""
+    degrees = dict(cut.degrees)
+    summed = degrees.pop("k", 1)
+    return Cut.of(**{**degrees, "c": degrees.get("c", 1) * summed})

@@ -48,6 +48,17 @@ def test_more_parts_than_ranks_are_refused() -> None:
         ('{"schema": "shoal.plan/1", "name": "a", "ranks": "2", "layers": {}}', "fields of a plan"),
         ('{"schema": "shoal.plan/1", "name": "a", "ranks": 2, "layers": {}, "more": 1}', "fields of a plan"),
         ('{"schema": "shoal.plan/1", "name": "a", "ranks": 2, "layers": {"*": "q2"}}', "'q2' is not a cut"),
+        ('{"schema": "shoal.plan/1", "name": "a", "ranks": 2, "layers": {"*": 4}}', "'4' is not a cut"),
+        ('{"schema": "shoal.plan/1", "name": "a", "ranks": true, "layers": {}}', "fields of a plan"),
+        ('{"schema": "shoal.plan/1", "name": "a", "ranks": 0, "layers": {}}', "is for 0 ranks"),
+        (
+            '{"schema": "shoal.plan/1", "name": "a", "ranks": 2, "layers": {"*": "n4"}}',
+            "needing 4 ranks; the plan has 2",
+        ),
+        (
+            '{"schema": "shoal.plan/1", "name": "a", "ranks": 2, "layers": {"*": "n2", "*": "c2"}}',
+            r"'\*' stands in it twice",
+        ),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, named: str) -> None:
@@ -55,6 +66,19 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, named: str
     path.write_text(text)
     with pytest.raises(PlanError, match=named):
         Plan.load(path)
+
+
+def test_a_pattern_that_stands_twice_is_its_last_line(tmp_path: Path) -> None:
+    n2, c2 = Cut.parse("n2"), Cut.parse("c2")
+    plan = Plan(name="mine", ranks=2, layers=(("*", n2), ("fc", c2), ("conv", c2), ("*", c2), ("fc", n2)))
+    assert plan.layers == (("conv", c2), ("*", c2), ("fc", n2))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_missing_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none.json' cannot be read(.|\n)*A plan is JSON"):
+        Plan.load(tmp_path / "none.json")
 
 
 def test_data_parallel_on_one_rank_leaves_layers_whole() -> None:

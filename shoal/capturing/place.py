@@ -1,0 +1,43 @@
+"""Where in the user's own code something happened: the deepest line outside of torch and Shoal."""
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+from torch.fx import Node
+
+_TORCH = str(Path(torch.__file__).parent)
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_CAPTURING = str(Path(__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n\s*(?P<code>[^\n]*)')
+
+
+def line_of(node: Node) -> str:
+    """` at file:line (code)` of the line that made a node; empty where torch does not say."""
+    frames = [
+        (match["file"], int(match["line"]), match["code"])
+        for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
+    ]
+    return _deepest(frames)
+
+
+def line_of_error(error: BaseException) -> str:
+    """` at file:line (code)` of the line that raised an error."""
+    frames = [
+        (frame.filename, frame.lineno or 0, frame.line or "") for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    return _deepest([frame for frame in frames if not frame[0].startswith((_CAPTURING, "<"))])
+
+
+def _deepest(frames: list[tuple[str, int, str]]) -> str:
+    """The user's own line; where there is none, the line of torch's layer."""
+    own = [frame for frame in frames if not _is_pythons(frame[0]) and not frame[0].startswith(_TORCH)]
+    layers = [frame for frame in frames if frame[0].startswith(f"{_TORCH}/nn/modules/")]
+    file, line, code = (own or layers or [("", 0, "")])[-1]
+    return f" at {file}:{line} ({code})" if file else ""
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_PYTHON) and "site-packages" not in file

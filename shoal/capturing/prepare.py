@@ -1,0 +1,143 @@
+"""Two things that torch.export writes down in a way that is easily misread, rewritten before anybody reads them.
+
+    with torch.no_grad(): ...    a graph of its own, which torch's functionalisation later forgets to be without
+                                 gradients; here its lines are inlined and its results end in `detach`
+    dropout in evaluation        its own input, which torch.export takes for a copy; here it is left out
+
+Refuses   an in-place operator outside of autograd's sight (under no_grad or through `detach`) on a tensor that
+          autograd follows: values change there and gradients do not, which a functional graph cannot say.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from shoal.capturing.functional import changed_memory, memory_of, written_nodes
+from shoal.capturing.place import line_of
+from shoal.errors import CaptureError
+
+_NO_GRAD = "shoal.no_grad"
+"""Mark on nodes that stood in a region without gradients."""
+
+_DROPOUTS = {
+    f"aten.{word}{in_place}.default"
+    for word in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for in_place in ("", "_")
+}
+
+_DETACH = ("aten.detach.default", "aten.detach_.default")
+
+
+def prepare(program: ExportedProgram) -> None:
+    """Rewrite an exported program in place, so that what is left is plain operators with plain meaning."""
+    module = program.graph_module
+    with module._set_replace_hook(program.graph_signature.get_replace_hook()):
+        _inline_regions(module)
+        _drop_dropouts(module.graph)
+    module.graph.lint()
+    module.recompile()
+    signature = program.graph_signature
+    _refuse_unseen_writes(module.graph, followed={*signature.inputs_to_parameters, *signature.user_inputs})
+
+
+def _inline_regions(module: GraphModule) -> None:
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, region, *arguments = node.args
+        inner: GraphModule = getattr(module, region.target)
+        _inline_regions(inner)
+        with graph.inserting_before(node):
+            results = _copied(inner.graph, graph, arguments, no_grad=not enabled)
+            if not enabled:
+                results = [_detached(graph, result) for result in results]
+        for user in list(node.users):  # one getitem for each result
+            user.replace_all_uses_with(results[user.args[1]], propagate_meta=False)
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not region.users:
+            graph.erase_node(region)
+
+
+def _copied(inner: Graph, outer: Graph, arguments: Sequence[Any], *, no_grad: bool) -> list[Any]:
+    """The lines of `inner`, written into `outer`; what they return."""
+    given = iter(arguments)
+    copies: dict[Node, Any] = {}
+    for node in inner.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(given)
+        elif node.op == "call_function":
+            copies[node] = outer.node_copy(node, lambda old: copies[old])
+            copies[node].meta.setdefault(_NO_GRAD, no_grad)
+        elif node.op == "output":
+            return [copies[value] if isinstance(value, Node) else value for value in node.args[0]]
+    raise AssertionError("a graph ends with its output")
+
+
+def _detached(graph: Graph, value: Any) -> Any:
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(tensor, Tensor):
+        return value
+    node = graph.call_function(torch.ops.aten.detach.default, (value,))
+    node.meta = {**value.meta, _NO_GRAD: True}
+    return node
+
+
+def _drop_dropouts(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if str(node.target) in _DROPOUTS:
+            source, probability, training = node.args
+            if not training or probability == 0:
+                _share_memory(node, source)
+                node.replace_all_uses_with(source, propagate_meta=False)
+                graph.erase_node(node)
+
+
+def _share_memory(supposed_copy: Node, source: Node) -> None:
+    """Let everything that named the supposed copy's memory name the source's instead."""
+    memory, tensor = memory_of(supposed_copy), source.meta["val"]
+    for node in supposed_copy.graph.nodes:
+        if memory_of(node) == memory:
+            view = node.meta["val"]
+            node.meta["val"] = tensor.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _refuse_unseen_writes(graph: Graph, followed: set[str]) -> None:
+    """`followed`: names of the inputs that may need a gradient, which are parameters and the caller's tensors."""
+    seen: set[Node] = set()
+    """Tensors that autograd follows."""
+    blind: set[Node] = set()
+    """Names of memory through which autograd sees nothing: `detach`, and views of it."""
+    names: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for memory in changed_memory(node):
+            unseen = node.meta.get(_NO_GRAD) or any(argument in blind for argument in written_nodes(node))
+            if unseen and any(name in seen for name in names[memory]):
+                raise CaptureError(
+                    f"the network changes a tensor in place where autograd does not see it{line_of(node)}.",
+                    "Write the new values to a new tensor (y = y.clamp(0) instead of y.clamp_(0)), or change it "
+                    "outside of the network.",
+                )
+        if _is_seen(node, seen, followed):
+            seen.add(node)
+            for memory in changed_memory(node):  # what is written into a tensor, all its names have
+                seen.update(name for name in names[memory] if name not in blind)
+        elif str(node.target) in _DETACH or any(argument in blind for argument in node.all_input_nodes):
+            blind.add(node)
+        memory_here = memory_of(node)
+        if memory_here is not None:
+            names.setdefault(memory_here, []).append(node)
+
+
+def _is_seen(node: Node, seen: set[Node], followed: set[str]) -> bool:
+    """Whether autograd follows a node's result, which it does as soon as it follows one argument."""
+    value = node.meta.get("val")
+    exact = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    if exact or str(node.target) in _DETACH or node.meta.get(_NO_GRAD):
+        return False
+    return node.name in followed if node.op == "placeholder" else any(one in seen for one in node.all_input_nodes)
