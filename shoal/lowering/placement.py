@@ -147,7 +147,8 @@ def _divided(partial: Layout) -> Layout:
 def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> dict[str, Layout]:
     """For every parameter and buffer the box that each rank holds.
 
-    Layers that share a tensor must need the same box of it on each rank; else a `PlanError` names them.
+    Layers that share a tensor must need the same box of it on each rank, and where one of them updates it, on the
+    same ranks, so that all copies follow; else a `PlanError` names them.
     """
     layouts: dict[str, list[Box | None]] = {name: [None] * ranks for name in graph.states}
     first: dict[str, str] = {}
@@ -168,6 +169,15 @@ def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> di
                         "Give both layers the same cut. Where one of them runs whole, cut the other by n, d, h or w.",
                     )
                 layout[rank] = box
+    for placed in layers:
+        for argument in placed.rule.updates(placed.op):
+            name = placed.op[argument].name
+            if [box is not None for box in layouts[name]] != [argument in needs for needs in placed.needs]:
+                raise PlanError(
+                    f"layer {placed.layer.name!r} updates {name!r}, which it and other layers share, on some of their "
+                    "ranks only.",
+                    "Give the layers that share it the same cut.",
+                )
     for name in graph.states.keys() - first.keys():  # used by no layer: every rank keeps it
         layouts[name] = [whole(graph.states[name].shape)] * ranks
     return {name: tuple(layout) for name, layout in layouts.items()}

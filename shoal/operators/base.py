@@ -190,6 +190,10 @@ class Rule:
         """What the part computes of the output."""
         return op.output_box(part)
 
+    def updates(self, op: Op) -> tuple[str, ...]:
+        """Arguments that are states and that the operator changes, on every rank that holds them."""
+        return ()
+
     def sums(
         self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
     ) -> tuple["GroupSum", ...]:

@@ -28,6 +28,10 @@ class BatchNorm(Rule):
     def _training(self, op: Op) -> bool:
         return bool(op.layer.arguments.get("training", "no_training" not in op.layer.op))
 
+    def updates(self, op: Op) -> tuple[str, ...]:
+        names = ("running_mean", "running_var") if self._training(op) else ()
+        return tuple(name for name in names if name in op.shapes)
+
     def over(self, op: Op, cut: frozenset[str], *, local: bool) -> str:
         """Axes over which statistics cross parts."""
         if not self._training(op) and "running_mean" in op.shapes:

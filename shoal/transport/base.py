@@ -7,6 +7,7 @@ comparable with what the pure moves predict, whichever algorithm the backend use
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,6 +18,17 @@ from shoal.traffic import Sent, ring_bytes, total
 
 BUCKET_LIMITS = (256 << 10, 25 << 20)
 """Smallest and largest bucket of gradients, in bytes."""
+
+
+@dataclass
+class _Made:
+    """Groups that exist in this process, and the world they belong to."""
+
+    world: object = None
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+
+
+_made_in = _Made()
 
 
 class Waitable(Protocol):
@@ -39,7 +51,6 @@ class Transport:
         """What the next messages are for: a layer's name."""
         self.counted: dict[str, Sent] = {}
         """Payload that this rank sent, by label."""
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         on_gpu = there and "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda") if on_gpu else torch.device("cpu")
         """Where small tensors of our own must lie to be sent."""
@@ -55,8 +66,17 @@ class Transport:
         A purpose has groups of its own, so that sums of gradients in the background do not delay others.
         """
         for purpose, ranks in sorted(set(wanted)):
-            if (purpose, ranks) not in self._groups and len(ranks) > 1:
-                self._groups[purpose, ranks] = dist.new_group([self._global(rank) for rank in ranks])
+            if len(ranks) > 1:  # ranks that are not in it take part too: torch names groups by counting them
+                self._group(purpose, ranks)
+
+    def _group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of these ranks, made once per process: a group has threads and sockets, networks come and go."""
+        members = tuple(self._global(rank) for rank in ranks)
+        if _made_in.world is not dist.group.WORLD:  # the processes were initialised anew
+            _made_in.world, _made_in.groups = dist.group.WORLD, {}
+        if (purpose, members) not in _made_in.groups:
+            _made_in.groups[purpose, members] = dist.new_group(list(members))
+        return _made_in.groups[purpose, members]
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -88,14 +108,14 @@ class Transport:
         if len(ranks) == 1:
             return None
         self._count_sum(tensor, ranks, label)
-        work: Waitable = dist.all_reduce(tensor, group=self._groups[purpose, ranks], async_op=True)
+        work: Waitable = dist.all_reduce(tensor, group=self._group(purpose, ranks), async_op=True)
         return work
 
     def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The largest over ranks, in place on each."""
         if len(ranks) > 1:
             self._count_sum(tensor, ranks, self.label)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._groups[purpose, ranks])
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group(purpose, ranks))
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """A few numbers from every rank to every rank: control, not counted as payload."""
@@ -120,7 +140,7 @@ class Transport:
             tensor, times = torch.zeros(size, device=self._device), []
             for _ in range(3):
                 start = time.perf_counter()
-                dist.all_reduce(tensor, group=self._groups["measure", everyone])
+                dist.all_reduce(tensor, group=self._group("measure", everyone))
                 times.append(time.perf_counter() - start)
             seconds.append(min(times))
         latency, per_byte = seconds[0], max(seconds[1] - seconds[0], 1e-9) / (4 << 20)
