@@ -55,7 +55,7 @@ class GradientSums:
     ) -> None:
         self._transport = transport
         self._shards = shards
-        sizes = [(name, ranks, shard.nbytes) for name, (ranks, shard) in shards.items()]
+        sizes = [(name, ranks, str(shard.dtype), shard.nbytes) for name, (ranks, shard) in shards.items()]
         self._buckets = fill_buckets(sizes, bucket_bytes)
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
         self._buffers: dict[int, Tensor] = {}

@@ -128,6 +128,7 @@ class ParallelModule(nn.Module):
                 **{name: dtype.itemsize for name, dtype in types.items()},
                 **{name: state.dtype.itemsize for name, state in states.items()},
             },
+            dtypes={name: str(state.dtype) for name, state in states.items()},
             bucket_bytes=self._bucket_bytes,
             input_grad=input_grad,
             local_statistics=self._engine.local_statistics,

@@ -24,21 +24,21 @@ class Bucket:
     bytes: int = 0
 
 
-def fill_buckets(shards: Iterable[tuple[str, tuple[int, ...], int]], limit: int) -> list[Bucket]:
-    """Neighbours with the same ranks share a bucket, which is closed when it has `limit` bytes.
+def fill_buckets(shards: Iterable[tuple[str, tuple[int, ...], str, int]], limit: int) -> list[Bucket]:
+    """Neighbours with the same ranks and type share a bucket, which is closed when it has `limit` bytes.
 
-    `shards`: (name, ranks, bytes) in the order in which backward finishes them.
+    `shards`: (name, ranks, type, bytes) in the order in which backward finishes them.
     """
     closed: list[Bucket] = []
-    opened: dict[tuple[int, ...], Bucket] = {}
-    for name, ranks, size in shards:
+    opened: dict[tuple[tuple[int, ...], str], Bucket] = {}
+    for name, ranks, dtype, size in shards:
         if len(ranks) < 2 or not size:
             continue
-        bucket = opened.setdefault(ranks, Bucket(ranks))
+        bucket = opened.setdefault((ranks, dtype), Bucket(ranks))
         bucket.names.append(name)
         bucket.bytes += size
         if bucket.bytes >= limit:
-            closed.append(opened.pop(ranks))
+            closed.append(opened.pop((ranks, dtype)))
     return [*closed, *opened.values()]
 
 
@@ -49,6 +49,7 @@ def step_traffic(
     trainable: Sequence[str],
     homes: Mapping[str, Layout],
     itemsize: Mapping[str, int],
+    dtypes: Mapping[str, str],
     bucket_bytes: int,
     input_grad: bool = False,
     local_statistics: bool = False,
@@ -76,7 +77,7 @@ def step_traffic(
     for name in trainable:
         box = homes[name][rank]
         if box is not None:
-            shards.append((name, sharers(homes[name])[box], volume(box) * itemsize[name]))
+            shards.append((name, sharers(homes[name])[box], dtypes[name], volume(box) * itemsize[name]))
     for bucket in fill_buckets(shards, bucket_bytes):
         size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
         _note(found, GRADIENTS, Sent(size, 1))
