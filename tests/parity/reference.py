@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal import clip_grad_norm_, full_state_dict
+from shoal import full_state_dict
 from shoal.execution.module import ParallelModule
 from shoal.execution.parallelize import Captured, capture_modes, lay
 from shoal.partition import Box, slices, whole
@@ -124,6 +124,9 @@ def compare_plan(
         "output": apart(output.detach(), one.output[result], 1e-3 * one.output.abs().max().item()),
         "x_grad": apart(_grad(x), one.x_grad[rows], 1e-3 * one.x_grad.abs().max().item()),
     }
+    if y.numel():
+        expected_loss = F.cross_entropy(one.output[result], y)
+        found["loss"] = apart(loss.detach(), expected_loss, 1e-3 * one.loss)
     floor = 1e-3 * largest(one.grads)
     buffer_floor = 1e-3 * largest({n: b.double() for n, b in one.buffers.items()})
     for name, layout in states.layouts.items():
@@ -135,13 +138,15 @@ def compare_plan(
         elif name in one.buffers:
             found[f"buffer {name}"] = apart(states[name].double(), _part(one.buffers[name], box).double(), buffer_floor)
     if steps > 1:
-        found |= _after_steps(model, one, x.detach(), y)
+        found |= _after_steps(model, one, x.detach(), y, result)
     worst = max(found, key=lambda key: found[key])
     assert found[worst] <= TOLERANCE, f"{worst} differs by {found[worst]:.2e} (relative)"
     return {"worst": worst, "by": found[worst], "sent": sum((s for s in sent.values()), Sent())}
 
 
-def _after_steps(model: ParallelModule, one: Subject, x: Tensor, y: Tensor) -> dict[str, float]:
+def _after_steps(
+    model: ParallelModule, one: Subject, x: Tensor, y: Tensor, result: tuple[slice, ...]
+) -> dict[str, float]:
     """Further optimizer steps, then the whole state and an evaluation."""
     optimizer = _optimizer(model.parameters())
     optimizer.step()
@@ -153,7 +158,11 @@ def _after_steps(model: ParallelModule, one: Subject, x: Tensor, y: Tensor) -> d
     full = full_state_dict(model)
     assert list(full) == list(one.after_steps)
     floor = 1e-3 * largest({n: t.double() for n, t in one.after_steps.items()})
-    return {f"after {name}": apart(full[name].double(), t.double(), floor) for name, t in one.after_steps.items()}
+    with torch.no_grad():
+        evaluated = apart(model.eval()(x), one.evaluated[result], 1e-3 * one.evaluated.abs().max().item())
+    return {"evaluation": evaluated} | {
+        f"after {name}": apart(full[name].double(), t.double(), floor) for name, t in one.after_steps.items()
+    }
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -200,6 +209,3 @@ def _first_difference(sent: Mapping[str, Sent], expected: Mapping[str, Sent]) ->
     return "; ".join(
         f"{label}: sent {sent.get(label)}, predicted {expected.get(label)}" for label in sorted(labels)[:3]
     )
-
-
-__all__ = ["clip_grad_norm_", "compare_plan"]
