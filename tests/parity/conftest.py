@@ -27,3 +27,9 @@ def on_ranks() -> Iterator[RunOnRanks]:
     yield run
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether every network takes three optimizer steps under every plan (`--thorough`), not only the small ones."""
+    return bool(request.config.getoption("--thorough"))

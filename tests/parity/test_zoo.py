@@ -35,8 +35,8 @@ def compare(on_ranks: RunOnRanks, world: int, net: str, plan: str, **options: An
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("net", NETS)
-def test_four_ranks(on_ranks: RunOnRanks, net: str, plan: str) -> None:
-    steps = 3 if net in ("lenet5", "unet", "alexnet") or plan in ("model", "random-1") else 1
+def test_four_ranks(on_ranks: RunOnRanks, net: str, plan: str, thorough: bool) -> None:
+    steps = 3 if thorough or net in ("lenet5", "unet", "alexnet") or plan in ("model", "random-1") else 1
     compare(on_ranks, 4, net, plan, steps=steps)
 
 
@@ -54,15 +54,16 @@ LARGE: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("plan", ["model", "spatial", "random-6"])
 @pytest.mark.parametrize("net", LARGE)
-def test_larger_networks_on_two_ranks(on_ranks: RunOnRanks, net: str, plan: str) -> None:
+def test_larger_networks_on_two_ranks(on_ranks: RunOnRanks, net: str, plan: str, thorough: bool) -> None:
     arguments, shape = LARGE[net]
-    on_ranks(2, compare_plan, build, {"name": net, **arguments}, shape, 7, plan_of(plan), steps=1)
+    steps = 3 if thorough else 1
+    on_ranks(2, compare_plan, build, {"name": net, **arguments}, shape, 7, plan_of(plan), steps=steps)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_inception_with_odd_sizes(on_ranks: RunOnRanks, plan: str) -> None:
+def test_inception_with_odd_sizes(on_ranks: RunOnRanks, plan: str, thorough: bool) -> None:
     arguments, shape = {"name": "inception_v3", "input": (3, 79, 77)}, (4, 3, 79, 77)
-    on_ranks(4, compare_plan, build, arguments, shape, 7, plan_of(plan), steps=1)
+    on_ranks(4, compare_plan, build, arguments, shape, 7, plan_of(plan), steps=3 if thorough else 1)
 
 
 @pytest.mark.parametrize("plan", ["data", "spatial", "2x2", "random-5"])
