@@ -43,18 +43,22 @@ class Subject:
     evaluated: Tensor
 
 
-def _optimizer(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+def _optimizer(parameters: Any, rate: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-3)
 
 
 @cache
-def subject(build: Build, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], classes: int) -> Subject:
+def subject(
+    build: Build, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], classes: int, rate: float
+) -> Subject:
     """Build, capture and run one device's reference; kept for the next plan of the same network."""
     torch.manual_seed(1)
     model = build(**dict(arguments)).double().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # what dropout does under a plan is tested on its own
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.9  # statistics near the batch's: else an evaluation so soon is ill-conditioned
     x = torch.randn(shape, dtype=torch.float64)
     captured = capture_modes(deepcopy(model), x)
     eager = deepcopy(model)
@@ -66,7 +70,7 @@ def subject(build: Build, arguments: tuple[tuple[str, Any], ...], shape: tuple[i
     assert leaf.grad is not None
     grads = {name: p.grad.clone() for name, p in eager.named_parameters() if p.grad is not None}
     buffers = {name: b.clone() for name, b in eager.named_buffers()}
-    optimizer = _optimizer(eager.parameters())
+    optimizer = _optimizer(eager.parameters(), rate)
     optimizer.step()
     for _ in range(STEPS - 1):
         optimizer.zero_grad()
@@ -99,9 +103,10 @@ def compare_plan(
     io: str = "share",
     steps: int = STEPS,
     shares: tuple[int, ...] | None = None,
+    rate: float = 0.05,
 ) -> dict[str, Any]:
     """Lay the network under a plan on this world, train it, and compare. Returns the largest differences."""
-    one = subject(build, tuple(sorted(arguments.items())), shape, classes)
+    one = subject(build, tuple(sorted(arguments.items())), shape, classes, rate)
     transport = Transport()
     cuts = plan(one.captured, transport.world) if callable(plan) else plan
     model = lay(one.captured, cuts, transport, io=io)  # type: ignore[arg-type]
@@ -138,17 +143,17 @@ def compare_plan(
         elif name in one.buffers:
             found[f"buffer {name}"] = apart(states[name].double(), _part(one.buffers[name], box).double(), buffer_floor)
     if steps > 1:
-        found |= _after_steps(model, one, x.detach(), y, result)
+        found |= _after_steps(model, one, x.detach(), y, result, rate)
     worst = max(found, key=lambda key: found[key])
     assert found[worst] <= TOLERANCE, f"{worst} differs by {found[worst]:.2e} (relative)"
     return {"worst": worst, "by": found[worst], "sent": sum((s for s in sent.values()), Sent())}
 
 
 def _after_steps(
-    model: ParallelModule, one: Subject, x: Tensor, y: Tensor, result: tuple[slice, ...]
+    model: ParallelModule, one: Subject, x: Tensor, y: Tensor, result: tuple[slice, ...], rate: float
 ) -> dict[str, float]:
     """Further optimizer steps, then the whole state and an evaluation."""
-    optimizer = _optimizer(model.parameters())
+    optimizer = _optimizer(model.parameters(), rate)
     optimizer.step()
     for _ in range(STEPS - 1):
         optimizer.zero_grad()

@@ -62,8 +62,11 @@ def test_larger_networks_on_two_ranks(on_ranks: RunOnRanks, net: str, plan: str,
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_inception_with_odd_sizes(on_ranks: RunOnRanks, plan: str, thorough: bool) -> None:
-    arguments, shape = {"name": "inception_v3", "input": (3, 79, 77)}, (4, 3, 79, 77)
-    on_ranks(4, compare_plan, build, arguments, shape, 7, plan_of(plan), steps=3 if thorough else 1)
+    # At 79 x 77 its last maps are single pixels and a step on four of them is chaos: one device against itself,
+    # its weights changed by one bit, is 2e-6 apart after three. So more steps take larger maps and a small rate.
+    size = (3, 111, 107) if thorough else (3, 79, 77)
+    on_ranks(4, compare_plan, build, {"name": "inception_v3", "input": size}, (4, *size), 7, plan_of(plan),
+             steps=3 if thorough else 1, rate=1e-6)  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", ["data", "spatial", "2x2", "random-5"])
