@@ -11,6 +11,7 @@
     │   └── CheckpointError              a run that cannot be resumed
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
+        ├── PeerError                    another rank's trouble, which that rank itself tells better
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
@@ -75,6 +76,10 @@ class RunError(ShoalError):
 
 class DivergedError(RunError):
     """The loss is no longer a number."""
+
+
+class PeerError(RunError):
+    """Another rank failed or is gone. Shown only where that rank itself said nothing."""
 
 
 class StoppedError(RunError):

@@ -33,8 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
-    "training": NOUNS | {"zoo", "data"},
-    "cli": NOUNS | {"zoo", "data", "training"},
+    "launching": {"errors", "machine"},
+    "training": NOUNS | {"zoo", "data", "launching", "execution"},
+    "cli": NOUNS | {"zoo", "data", "launching", "execution", "training"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

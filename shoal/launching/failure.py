@@ -1,0 +1,181 @@
+"""What went wrong on which rank, and which of several failures was the cause. Pure but for reading the clock."""
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.errors import PeerError, RunError, ShoalError, StoppedError
+
+# What Gloo, NCCL and torch's store say when a peer is gone or silent. It is never this rank's own fault.
+_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|pair closure|connectfullmesh|remote process exited"
+    r"|unhandled system error|communicator was aborted|socket closed|recvvalue|sendbytes|failed to recv",
+    re.IGNORECASE,
+)
+_SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+Kind = Literal["raised", "gone", "silent", "died", "stopped"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended. Survives pickling between processes.
+
+    raised   its own error
+    died     it ended without a word: killed by a signal, or by os._exit
+    gone     it lost its connection to another rank
+    silent   another rank did not answer it in time
+    stopped  it was asked to stop and did so in good order
+    """
+
+    rank: int
+    kind: Kind
+    when: float
+    """Wall clock: comparable between the processes of one host."""
+    what: str
+    """Type and message, one line for people."""
+    error: ShoalError | None = None
+    """The error itself where it is one of ours."""
+    notes: tuple[str, ...] = ()
+    """Where it happened: the engine notes the layer."""
+    trace: str = ""
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it can be why others failed; a rank that merely lost another cannot."""
+        return self.kind in ("raised", "died")
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """What `error`, caught on `rank`, amounts to."""
+        lines = str(error).strip().splitlines() or [""]
+        return cls(
+            rank=rank,
+            kind=_kind(error),
+            when=time.time(),
+            what=f"{type(error).__name__}: {lines[0]}".rstrip(": ."),
+            error=type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None,
+            notes=tuple(getattr(error, "__notes__", ())),
+            trace="".join(traceback.format_exception(error)),
+        )
+
+    @classmethod
+    def of_death(cls, rank: int, exit_code: int | None) -> "Failure":
+        """A process that ended without a report."""
+        return cls(rank, "died", time.time(), _death(exit_code))
+
+
+class RemoteError(Exception):
+    """The traceback of another process, as text; stands as the cause of the error raised here."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__(trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return f"\n{self.trace}"
+
+
+def explain(failures: Sequence[Failure], ended: Sequence[int], running: Sequence[int], timeout: float) -> ShoalError:
+    """The one error to raise for all that happened: the first cause, however late its report came.
+
+    `ended` are ranks that had finished their work, `running` those that had neither finished nor failed.
+    """
+    first = min(failures, key=lambda failure: (not failure.is_cause, failure.when))
+    if first.is_cause or first.kind == "stopped":
+        same = len({str(failure.error) for failure in failures}) == 1 and not (ended or running)
+        return _raised(first, everywhere=same and first.error is not None)
+    return _lost(first, failures, ended, running, timeout)
+
+
+def _raised(failure: Failure, *, everywhere: bool) -> ShoalError:
+    where = "".join(f", {note}" for note in failure.notes)
+    if failure.error is not None:
+        context = "" if everywhere else f"rank {failure.rank}{where}: "
+        return type(failure.error)(context + failure.error.problem, failure.error.remedy)
+    if failure.kind == "died":
+        return RunError(
+            f"rank {failure.rank} {failure.what}.",
+            "The other ranks were ended. A killed process is often one that ran out of memory: see the system's log.",
+        )
+    error = RunError(
+        f"rank {failure.rank} failed{where}: {failure.what}.",
+        "The other ranks were ended. The failed rank's traceback follows.",
+    )
+    error.__cause__ = RemoteError(failure.trace)
+    return error
+
+
+def _lost(
+    first: Failure, failures: Sequence[Failure], ended: Sequence[int], running: Sequence[int], timeout: float
+) -> ShoalError:
+    """Nobody failed by itself: some waited for others in vain."""
+    waited = sorted(failure.rank for failure in failures)
+    where = "".join(f", {note}" for note in first.notes)
+    if running:
+        problem = (
+            f"{show_ranks(running)} did not answer within {timeout:g} seconds; {show_ranks(waited)} waited{where}."
+        )
+    elif ended:
+        problem = f"{show_ranks(waited)} waited for {show_ranks(ended)}, which had already finished{where}."
+    elif any(failure.kind == "silent" for failure in failures):
+        problem = f"{show_ranks(waited)} waited for each other, and none answered within {timeout:g} seconds{where}."
+    else:
+        problem = f"{show_ranks(waited)} lost their connections to each other{where}: {first.what}."
+    error = RunError(
+        problem, "If a step may take longer, give a longer time-out (--timeout); else look at what those ranks did."
+    )
+    error.__cause__ = RemoteError(first.trace)
+    return error
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0 and 2`.
+
+    >>> show_ranks([1]), show_ranks([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _kind(error: BaseException) -> Kind:
+    if isinstance(error, StoppedError):
+        return "stopped"
+    for one in _chain(error):
+        if isinstance(one, PeerError):
+            return "gone"
+        if _of_network(one):
+            if _SILENT.search(str(one)):
+                return "silent"
+            if _GONE.search(str(one)):
+                return "gone"
+    return "raised"
+
+
+def _of_network(error: BaseException) -> bool:
+    """Whether torch's network raised it: a DistError, or Gloo's RuntimeError, which names its source file."""
+    by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return by_torch or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those it was raised from."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _death(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = str(-exit_code)
+        return f"was killed by signal {name}"
+    return f"ended without a word, with exit code {exit_code}"

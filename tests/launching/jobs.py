@@ -1,0 +1,79 @@
+"""What the ranks of the tests do. Importable, so that spawned processes find it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import DivergedError, StoppedError
+
+
+def add_up(start: int) -> tuple[int, int, int, str]:
+    """(rank, sum over ranks, threads, OMP_NUM_THREADS)."""
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def leave_pid(folder: str) -> None:
+    """So that a test can look whether this process is gone."""
+    (Path(folder) / f"rank{dist.get_rank()}").write_text(str(os.getpid()))
+    dist.barrier()
+
+
+def fail(folder: str, how: str) -> None:
+    """Rank 1 of three fails as `how` says while the others wait for it; asserting that it did is `what_fired`'s."""
+    leave_pid(folder)
+    if dist.get_rank() == 1:
+        time.sleep(0.2)  # the others wait already
+        (Path(folder) / "fired").touch()
+        if how == "raise":
+            error = ValueError("the weights\nare too heavy")
+            error.add_note("in layer 'conv1' on rank 1")
+            raise error
+        if how == "diverge":
+            raise DivergedError("the loss became nan.", "Lower --lr.")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+        if how == "hang":
+            time.sleep(1000)
+        if how == "return":
+            return
+    dist.all_reduce(torch.zeros(1))
+
+
+def lose_first(folder: str) -> None:
+    """Rank 0 reports a lost connection; only later rank 1 dies: its death is the cause all the same."""
+    leave_pid(folder)
+    if dist.get_rank() == 0:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
+    time.sleep(1.5)
+    (Path(folder) / "fired").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_stop(folder: str) -> None:
+    """Stop in good order when asked; rank 0 takes its time, as if it wrote a checkpoint."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    leave_pid(folder)
+    while not asked:
+        time.sleep(0.01)
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+        (Path(folder) / "fired").touch()
+    raise StoppedError("stopped after step 3.", "Go on.")
+
+
+def sleep_forever(folder: str) -> None:
+    leave_pid(folder)
+    time.sleep(1000)
+
+
+def give_what_cannot_be_sent() -> object:
+    return lambda: None

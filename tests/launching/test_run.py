@@ -1,0 +1,155 @@
+"""Ranks that this process starts: what they return, how they fail, and that none is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.errors import DivergedError, RunError
+from shoal.launching import RemoteError, ranks, run
+from tests.launching import jobs
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    """Where the ranks leave their pids; afterwards none of them may live."""
+    yield str(tmp_path)
+    assert gone(tmp_path)
+
+
+def gone(folder: Path, seconds: float = 5.0) -> bool:
+    pids = [int(path.read_text()) for path in folder.glob("rank*")]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def fired(folder: str) -> bool:
+    return (Path(folder) / "fired").exists()
+
+
+def test_each_rank_returns_its_result() -> None:
+    assert run(jobs.add_up, 10, workers=2, threads=1, timeout=60) == [(0, 21, 1, "1"), (1, 21, 1, "1")]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", ["rank 1 failed, in layer 'conv1' on rank 1: ValueError: the weights"]),
+        ("kill", ["rank 1 was killed by signal SIGKILL"]),
+        ("exit", ["rank 1 ended without a word, with exit code 7"]),
+        ("hang", ["rank 1 did not answer within 2 seconds", "ranks 0 and 2 waited"]),
+    ],
+)
+def test_the_cause_is_named_and_not_who_waited_for_it(
+    folder: str, how: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    monkeypatch.setattr(ranks, "SEARCH_SECONDS", 1.0)
+    with pytest.raises(RunError) as caught:
+        run(jobs.fail, folder, how, workers=3, timeout=2 if how == "hang" else 60)
+    assert fired(folder)
+    for word in words:
+        assert word in caught.value.problem
+    assert time.monotonic() - start < 40
+    if how == "raise":
+        assert isinstance(caught.value.__cause__, RemoteError)
+        assert "are too heavy" in caught.value.__cause__.trace
+
+
+def test_our_own_errors_keep_their_class(folder: str) -> None:
+    with pytest.raises(DivergedError) as caught:
+        run(jobs.fail, folder, "diverge", workers=2, timeout=60)
+    assert fired(folder)
+    assert caught.value.problem == "rank 1: the loss became nan."
+    assert caught.value.remedy == "Lower --lr."
+
+
+def test_a_rank_that_finished_too_early_is_named(folder: str) -> None:
+    with pytest.raises(RunError, match="rank 0 waited for rank 1, which had already finished"):
+        run(jobs.fail, folder, "return", workers=2, timeout=2)
+    assert fired(folder)
+
+
+def test_a_lost_connection_is_not_blamed_though_it_was_reported_first(folder: str) -> None:
+    with pytest.raises(RunError) as caught:
+        run(jobs.lose_first, folder, workers=2, timeout=60)
+    assert fired(folder)
+    assert "rank 1 was killed by signal SIGKILL" in caught.value.problem
+
+
+def test_what_cannot_be_sent_back_is_an_error_of_its_rank() -> None:
+    with pytest.raises(RunError, match="rank 0 failed"):
+        run(jobs.give_what_cannot_be_sent, workers=1, timeout=60)
+
+
+def parent(function: str, folder: str) -> subprocess.Popen[str]:
+    code = (
+        "import sys\n"
+        "from shoal.errors import StoppedError\n"
+        "from shoal.launching import run\n"
+        "from tests.launching import jobs\n"
+        "try:\n"
+        f"    run(jobs.{function}, sys.argv[1], workers=2, timeout=60)\n"
+        "except StoppedError as error:\n"
+        "    print(error.problem)\n"
+        "    sys.exit(130)\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(131)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(list(Path(folder).glob("rank*"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.3)  # both are past their barrier
+    return process
+
+
+def test_ranks_die_with_their_parent(folder: str, tmp_path: Path) -> None:
+    process = parent("sleep_forever", folder)
+    assert len(list(tmp_path.glob("rank*"))) == 2
+    process.kill()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert gone(tmp_path)
+
+
+def test_a_signal_is_passed_on_and_the_stop_may_take_its_time(folder: str) -> None:
+    process = parent("wait_for_stop", folder)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert fired(folder)  # rank 0 was not ended because rank 1 had stopped earlier
+    assert (process.returncode, stdout) == (130, "stopped after step 3.\n"), stderr
+    assert stderr == ""
+
+
+def test_a_second_signal_kills(folder: str) -> None:
+    process = parent("wait_for_stop", folder)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert not fired(folder)
+    assert process.returncode == 131, stderr
+    assert stderr == ""
+
+
+def test_a_signal_before_anything_can_be_stopped(folder: str) -> None:
+    process = parent("sleep_forever", folder)
+    os.kill(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 131, stderr
+    assert stderr == ""
