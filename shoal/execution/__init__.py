@@ -4,7 +4,22 @@
 backward: `transfer.py` carries out moves, `peers.py` sums within layers, `gradients.py` sums gradients.
 """
 
-from shoal.execution.module import ParallelModule, clip_grad_norm_, full_state_dict, load_full_state_dict
+from shoal.execution.module import (
+    ParallelModule,
+    clip_grad_norm_,
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_full_state_dict,
+)
 from shoal.execution.parallelize import parallelize
 
-__all__ = ["ParallelModule", "clip_grad_norm_", "full_state_dict", "load_full_state_dict", "parallelize"]
+__all__ = [
+    "ParallelModule",
+    "clip_grad_norm_",
+    "full_optimizer_state",
+    "full_state_dict",
+    "load_full_optimizer_state",
+    "load_full_state_dict",
+    "parallelize",
+]

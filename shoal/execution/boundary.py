@@ -1,6 +1,6 @@
 """Where the caller's tensors meet the program: how inputs and results are laid over ranks, and what they weigh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -43,16 +43,29 @@ class Boundary:
             return (whole(spec.shape),) * self.ranks
         return samples(spec.shape, shares) if self.io == "share" else result
 
-    def batch(self, sizes: Sequence[int], captured: int) -> tuple[int, ...]:
-        """Samples per rank of the batch at hand, from the number that each rank passed."""
+    def batch(self, sizes: Sequence[int], tiles_at: Callable[[int], Layout], captured: int) -> tuple[int, ...]:
+        """Samples per rank of the batch at hand, from the number that each rank passed.
+
+        `tiles_at`: the tiles of the input for a number of samples.
+        """
         if self.io == "share":
             return tuple(sizes)
-        if self.io == "whole" and len(set(sizes)) > 1:
+        if self.io == "whole":
+            if len(set(sizes)) > 1:
+                raise RunError(
+                    f"with io='whole' every rank passes the same batch, but they passed {list(sizes)} samples.",
+                    "Pass the whole batch on every rank, or use io='share'.",
+                )
+            return even_shares(sizes[0], self.ranks)
+        rows = {box[0]: size for box, size in zip(tiles_at(captured), sizes, strict=True) if box is not None}
+        batch = sum(rows.values())
+        wanted = [None if box is None else len(box[0]) for box in tiles_at(batch)] if batch else [captured]
+        if any(rows is not None and rows != size for rows, size in zip(wanted, sizes, strict=False)):
             raise RunError(
-                f"with io='whole' every rank passes the same batch, but they passed {list(sizes)} samples.",
-                "Pass the whole batch on every rank, or use io='share'.",
+                f"the ranks passed tiles of {list(sizes)} samples, which are no cut of one batch.",
+                "Pass the box `model.input_tile(samples of the whole batch)` on every rank.",
             )
-        return even_shares(sizes[0] if self.io == "whole" else captured, self.ranks)
+        return even_shares(batch, self.ranks)
 
     def weight(self, program: Program, rank: int) -> float:
         """What a rank's result counts for in the mean over all ranks: its part of the samples and pixels."""

@@ -4,34 +4,114 @@ Every layer is a small autograd graph of its own, from its tiles to its output. 
 tape; backward walks the tape from the end, asks each graph for the gradients of its tiles and parameters, and
 turns every move round. So the order of all communication is the program's, on every rank, and does not depend
 on the order in which autograd happens to visit a branching network.
+
+Time      moves travel while the rank computes: a tile is waited for when its layer runs, and in backward a layer
+          whose input came from other ranks finds the input's gradient first, sends it, and then the parameters'.
+Memory    a graph holds what its operators saved and nothing else: neither its tiles nor its output. What a layer
+          saved of its own output is replaced by the tile of the layer that reads it, halo and all.
+          With `recompute` the tape keeps the values at the start of each segment of the list and no graphs;
+          backward runs each segment again, messages included, before it walks it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shoal.execution.gradients import Collector
 from shoal.execution.peers import RankPeers
 from shoal.execution.precision import value_types
 from shoal.execution.randomness import LayerRandom
-from shoal.execution.transfer import transfer
+from shoal.execution.transfer import Arriving, begin_transfer, inner
 from shoal.graph import State
 from shoal.lowering.program import Compute, Fetch, Program, Settle
 from shoal.moves import Move
 from shoal.operators.base import Call, Need
+from shoal.partition import overlap, slices
 from shoal.transport import Transport
+
+Observer = Callable[[str, str, Tensor], None]
+"""Told ("value", layer, this rank's box of its output) in forward and ("grad", layer, its gradient) in backward."""
+
+
+class _Saved:
+    """A tensor that autograd saved, where it can be replaced by another with the same content."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Enter(torch.autograd.Function):
+    """A tile as an input of its layer's graph. A leaf would do, but would hold the tile's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, tile: Tensor) -> Tensor:  # noqa: ARG004  (torch's own signature)
+        return tile.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # noqa: ARG004
+        return None, None
 
 
 @dataclass
 class _Record:
     """One layer as it was run on this rank."""
 
-    tiles: dict[int, Tensor]
-    """The leaves of its graph, by the Fetch that brought them."""
+    tiles: dict[int, GradientEdge]
+    """The inputs of its graph that want a gradient, by the Fetch that brought them."""
     states: dict[str, Tensor]
-    output: Tensor
+    output: GradientEdge
+    zeros: Callable[[], Tensor]
+    """A gradient of nothing, for an output that nobody used."""
+
+
+@dataclass
+class _Live:
+    """What forward holds at one point of the list."""
+
+    values: dict[str, Tensor]
+    tiles: dict[int, Tensor | Arriving | None] = field(default_factory=dict)
+    saved: dict[int, list[_Saved]] = field(default_factory=dict)
+    """What autograd saved of a value, by the one Fetch that reads it."""
+
+    def tile(self, key: int) -> Tensor | None:
+        """A tile, waited for."""
+        found = self.tiles[key]
+        if isinstance(found, Arriving):
+            found = self.tiles[key] = found.wait()
+        return found
+
+    def copy(self) -> "_Live":
+        """The same tensors, for a second run from here."""
+        for key in self.tiles:
+            self.tile(key)
+        return _Live(dict(self.values), dict(self.tiles))
+
+
+@dataclass
+class _Back:
+    """What backward holds at one point of the list."""
+
+    values: dict[str, list[Tensor | Arriving]] = field(default_factory=dict)
+    tiles: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    leaving: list[Arriving] = field(default_factory=list)
+    """Messages of this rank to others."""
+
+    def value(self, name: str) -> Tensor | None:
+        """The gradient of a value, all contributions added up in the program's order; taken out."""
+        total: Tensor | None = None
+        for piece in self.values.pop(name, ()):
+            grad = piece.wait() if isinstance(piece, Arriving) else piece
+            assert grad is not None
+            total = grad if total is None else total + grad
+        return total
 
 
 @dataclass
@@ -42,12 +122,18 @@ class Tape:
     grads_for: frozenset[str]
     trainable: frozenset[str]
     types: Mapping[str, torch.dtype]
+    step: int
+    segments: Sequence[range]
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext
+    """The autocast of the forward pass."""
     records: dict[int, _Record] = field(default_factory=dict)
     """By the index of the instruction."""
+    kept: list[_Live] = field(default_factory=list)
+    """What lived at the start of every segment that was not recorded."""
     used: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
     """One rank's side of a network."""
 
@@ -55,6 +141,11 @@ class Engine:
     device: torch.device
     local_statistics: bool
     seed: int
+    recompute: bool = False
+    observe: Observer | None = None
+
+    def __post_init__(self) -> None:
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
     def forward(
         self,
@@ -73,32 +164,58 @@ class Engine:
             program.needing_grad(trainable, input_grad=input_grad and record),
             trainable,
             value_types(program.graph, next(iter(inputs.values()), None)),
+            step,
+            program.segments if self.recompute and record else (range(len(program.instructions)),),
+            _autocast_now(self.device),
         )
-        values: dict[str, Tensor] = dict(inputs)
-        tiles: dict[int, Tensor | None] = {}
-        uses = _last_uses(program)
-        for index, one in enumerate(program.instructions):
+        live = _Live(dict(inputs))
+        with self._blaming():
+            for segment in tape.segments[:-1]:
+                tape.kept.append(live.copy())
+                self._run(segment, live, states, tape, record=False)
+            self._run(tape.segments[-1], live, states, tape, record=record)
+            return live.tile(program.output.key), tape
+
+    def _run(
+        self,
+        segment: range,
+        live: _Live,
+        states: Mapping[str, Tensor],
+        tape: Tape,
+        *,
+        record: bool,
+        again: bool = False,
+    ) -> None:
+        """A piece of the list, forward. `again`: for the second time, for backward's sake."""
+        program, rank = tape.program, self.transport.rank
+        for index in segment:
+            one = program.instructions[index]
             self.transport.label = one.label
             match one:
                 case Fetch():
-                    tiles[one.key] = self._fetch(one, values, tape)
+                    live.tiles[one.key] = self._fetch(one, live.values, tape)
                 case Compute():
-                    out = self._compute(index, one, tiles, states, tape, step=step, record=record)
+                    out = self._compute(index, one, live, states, tape, record=record, again=again)
                     if out is not None:
-                        values[one.placed.layer.name] = out
+                        live.values[one.placed.layer.name] = out
+                    if self.observe and not again and out is not None and not one.placed.partial:
+                        self.observe("value", one.placed.layer.name, out)
                 case Settle():
-                    values_here = values.pop(one.value, None)
+                    partial = live.values.pop(one.value, None)
                     settled = self._move(
-                        one.moves, values_here, one.partial, _needs(program.layouts[one.value]), tape.types[one.value],
-                        tag=2 * one.key, add=True,
-                    )  # fmt: skip
+                        one.moves, partial, one.partial[rank], _need(program.layouts[one.value][rank]),
+                        tape.types[one.value], tag=2 * one.key, add=True,
+                    ).wait()  # fmt: skip
                     if settled is not None:
-                        values[one.value] = settled
-            for name in uses.values.get(index, ()):
-                values.pop(name, None)
-            for key in uses.tiles.get(index, ()):
-                tiles.pop(key, None)
-        return tiles[program.output.key], tape
+                        live.values[one.value] = settled
+                    if self.observe and not again and settled is not None:
+                        self.observe("value", one.value, settled)
+            for name in program.last_uses.values.get(index, ()):
+                live.values.pop(name, None)
+            for key in program.last_uses.tiles.get(index, ()):
+                left = live.tiles.pop(key, None)
+                if isinstance(left, Arriving):  # nobody here reads it, but others get their part of it from here
+                    left.wait()
 
     def backward(
         self,
@@ -109,196 +226,283 @@ class Engine:
         states: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
         """Hand every trainable state's gradient to `collector`; returns the gradients of the inputs, where wanted."""
-        program = tape.program
-        value_grads: dict[str, Tensor] = {}
-        tile_grads: dict[int, Tensor] = {}
-        state_grads: dict[str, Tensor] = {}
+        back = _Back()
         if grad is not None:
-            tile_grads[program.output.key] = grad
+            back.tiles[tape.program.output.key] = grad
         finished_by = _by_first_layer(first_use, tape.trainable)
-        for index in range(len(program.instructions) - 1, -1, -1):
+        with self._blaming():
+            for number in range(len(tape.segments) - 1, -1, -1):
+                if number < len(tape.kept):
+                    with tape.precision():
+                        self._run(tape.segments[number], tape.kept.pop(), states, tape, record=True, again=True)
+                self._run_back(tape.segments[number], back, tape, collector, finished_by, states)
+            for message in back.leaving:
+                message.wait()
+            return self._input_grads(tape, back)
+
+    def _run_back(
+        self,
+        segment: range,
+        back: _Back,
+        tape: Tape,
+        collector: Collector,
+        finished_by: Mapping[str, list[str]],
+        states: Mapping[str, Tensor],
+    ) -> None:
+        """A piece of the list, reversed.
+
+        A layer may leave the gradients of its parameters for later: until its tiles' are on their way.
+        """
+        program, rank = tape.program, self.transport.rank
+        later: Callable[[], None] | None = None
+        for index in reversed(segment):
             one = program.instructions[index]
             self.transport.label = one.label
-            match one:
-                case Fetch() if one.value in tape.grads_for:
-                    self._fetch_back(one, tile_grads, value_grads, tape)
-                case Settle() if one.value in tape.grads_for:
-                    returned = self._move(
-                        _reversed(one.moves), value_grads.pop(one.value, None), program.layouts[one.value],
-                        _needs(one.partial), tape.types[one.value], tag=2 * one.key + 1, add=False,
-                    )  # fmt: skip
-                    if returned is not None:
-                        value_grads[one.value] = returned
-                case Compute():
-                    self._compute_back(index, one, value_grads, tile_grads, state_grads, tape)
-                    for name in finished_by.get(one.placed.layer.name, ()):
-                        grad = state_grads.pop(name, None)
-                        collector.ready(name, torch.zeros_like(states[name]) if grad is None else grad)
-                case _:
-                    pass
-        return self._input_grads(tape, value_grads)
+            if isinstance(one, Fetch):
+                if one.value in tape.grads_for:
+                    self._fetch_back(one, back, tape)
+                continue
+            if later is not None:
+                later()
+                later = None
+            if isinstance(one, Compute):
+                name = one.placed.layer.name
+                finish = self._compute_back(index, one, back, tape)
+                later = _then(finish, back, finished_by.get(name, ()), collector, states)
+            elif one.value in tape.grads_for:
+                returned = self._move(
+                    _reversed(one.moves), back.value(one.value), program.layouts[one.value][rank],
+                    _need(one.partial[rank]), tape.types[one.value], tag=2 * one.key + 1, add=False,
+                )  # fmt: skip
+                self._arrives(one.value, returned, back)
+        if later is not None:
+            later()
 
-    def _input_grads(self, tape: Tape, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _arrives(self, value: str, returned: Arriving, back: _Back) -> None:
+        if returned.wanted is None:
+            back.leaving.append(returned)
+        else:
+            back.values.setdefault(value, []).append(returned)
+
+    def _input_grads(self, tape: Tape, back: _Back) -> dict[str, Tensor]:
         """Of every input that this rank passed and that wants a gradient; zeros where no part of its own read it."""
         rank, grads = self.transport.rank, {}
         for name in tape.program.graph.inputs:
-            box = tape.program.layouts[name][rank]
-            if name in found:
-                grads[name] = found[name]
+            box, found = tape.program.layouts[name][rank], back.value(name)
+            if found is not None:
+                grads[name] = found
             elif name in tape.grads_for and box is not None:
                 shape = [len(span) for span in box]
                 grads[name] = torch.zeros(shape, dtype=tape.types[name], device=self.device)
         return grads
 
-    def _fetch(self, one: Fetch, values: Mapping[str, Tensor], tape: Tape) -> Tensor | None:
-        local = values.get(one.value)
+    def _fetch(self, one: Fetch, values: Mapping[str, Tensor], tape: Tape) -> Tensor | Arriving | None:
+        local, rank = values.get(one.value), self.transport.rank
         if one.identity:
-            return local if one.tiles[self.transport.rank] is not None else None
-        layout = tape.program.layouts[one.value]
-        return self._move(one.moves, local, layout, one.tiles, tape.types[one.value], tag=2 * one.key, add=False)
+            return local if one.tiles[rank] is not None else None
+        held = tape.program.layouts[one.value][rank]
+        return self._move(one.moves, local, held, one.tiles[rank], tape.types[one.value], tag=2 * one.key, add=False)
 
-    def _fetch_back(
-        self, one: Fetch, tile_grads: dict[int, Tensor], value_grads: dict[str, Tensor], tape: Tape
-    ) -> None:
+    def _fetch_back(self, one: Fetch, back: _Back, tape: Tape) -> None:
         rank, program = self.transport.rank, tape.program
-        grad = tile_grads.pop(one.key, None)
+        grad = back.tiles.pop(one.key, None)
         tile = one.tiles[rank]
         if grad is None and tile is not None:
             grad = torch.zeros(tile.shape, dtype=tape.types[one.value], device=self.device)
         if one.identity:
-            returned = grad
-        else:
-            if grad is not None and tile is not None and tile.padded:
-                grad = grad[
-                    tuple(
-                        slice(before, before + len(span)) for span, (before, _) in zip(tile.box, tile.pad, strict=True)
-                    )
-                ]
-            boxes = tuple(None if need is None else need.box for need in one.tiles)
-            returned = self._move(
-                _reversed(one.moves), grad, boxes, _needs(program.layouts[one.value]), tape.types[one.value],
-                tag=2 * one.key + 1, add=True,
-            )  # fmt: skip
-        if returned is not None:
-            before = value_grads.get(one.value)
-            value_grads[one.value] = returned if before is None else before + returned
+            if grad is not None:
+                back.values.setdefault(one.value, []).append(grad)
+            return
+        if grad is not None and tile is not None and tile.padded:
+            grad = grad[inner(tile)]
+        returned = self._move(
+            _reversed(one.moves), grad, None if tile is None else tile.box, _need(program.layouts[one.value][rank]),
+            tape.types[one.value], tag=2 * one.key + 1, add=True,
+        )  # fmt: skip
+        self._arrives(one.value, returned, back)
 
     def _compute(
         self,
         index: int,
         one: Compute,
-        tiles: Mapping[int, Tensor | None],
+        live: _Live,
         states: Mapping[str, Tensor],
         tape: Tape,
         *,
-        step: int,
         record: bool,
+        again: bool,
     ) -> Tensor | None:
         placed, rank = one.placed, self.transport.rank
         part = placed.parts[rank]
         if part is None:
             return None
         record = record and placed.layer.name in tape.grads_for
-        leaves: dict[int, Tensor] = {}
+        entered: dict[int, Tensor] = {}
+        wanted: dict[int, GradientEdge] = {}
         tensors: dict[str, Tensor] = {}
         used: dict[str, Tensor] = {}
         for argument, reference in placed.layer.tensors():
             if argument not in placed.needs[rank]:
                 continue
             if isinstance(reference, State):
-                tensors[argument] = states[reference.name]
+                state = states[reference.name]
+                if again and argument in placed.rule.updates(placed.op):
+                    state = state.clone()  # it was updated the first time
+                tensors[argument] = state
                 if reference.name in tape.trainable:
-                    used[reference.name] = states[reference.name]
+                    used[reference.name] = state
                 continue
             key = one.sources[argument]
-            if key not in leaves:
-                tile = tiles[key]
+            if key not in entered:
+                tile = live.tile(key)
                 assert tile is not None
-                leaves[key] = tile.detach().requires_grad_(record and reference.name in tape.grads_for)
-            tensors[argument] = leaves[key]
+                self._share(key, live, tile, tape)
+                entered[key] = tile
+                if record and reference.name in tape.grads_for:
+                    with torch.enable_grad():
+                        entered[key] = _Enter.apply(self._anchor, tile)  # type: ignore[no-untyped-call]
+                    wanted[key] = get_gradient_edge(entered[key])
+            tensors[argument] = entered[key]
         call = Call(
             op=placed.op,
             part=part,
             cut=placed.cut_letters,
             tensors=tensors,
             peers=RankPeers(placed, self.transport),
-            random=LayerRandom(self.seed, placed.layer.name, step),
+            random=LayerRandom(self.seed, placed.layer.name, tape.step),
             local_statistics=self.local_statistics,
         )
-        with torch.enable_grad() if record else torch.no_grad():
+        reader = tape.program.only_moved_to.get(placed.layer.name) if record else None
+        saved: list[_Saved] = []
+        with (
+            torch.enable_grad() if record else torch.no_grad(),
+            _saving(saved) if reader is not None else nullcontext(),
+        ):
             out = placed.rule.run(call)
             if out.dtype != tape.types[placed.layer.name]:
                 out = out.to(tape.types[placed.layer.name])
         if record and out.requires_grad:
-            tape.records[index] = _Record({k: t for k, t in leaves.items() if t.requires_grad}, used, out)
-        return out.detach()
+            edge, shape, dtype = get_gradient_edge(out), out.shape, out.dtype
+            tape.records[index] = _Record(
+                wanted, used, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device)
+            )
+        out = out.detach()
+        if reader is not None:
+            live.saved[reader] = [one for one in saved if _same(one.tensor, out)]
+        return out
 
-    def _compute_back(
-        self,
-        index: int,
-        one: Compute,
-        value_grads: dict[str, Tensor],
-        tile_grads: dict[int, Tensor],
-        state_grads: dict[str, Tensor],
-        tape: Tape,
-    ) -> None:
-        grad = value_grads.pop(one.placed.layer.name, None)
-        record = tape.records.pop(index, None)
-        if record is None:
+    def _share(self, key: int, live: _Live, tile: Tensor, tape: Tape) -> None:
+        """Let what autograd saved of a value be the part of its reader's tile that has the same content."""
+        saved = live.saved.pop(key, None)
+        if not saved:
             return
+        fetch = tape.program.instructions[key]
+        assert isinstance(fetch, Fetch)
+        need, box = fetch.tiles[self.transport.rank], tape.program.layouts[fetch.value][self.transport.rank]
+        if need is not None and box is not None and overlap(box, need.box) == box:
+            for copy in saved:
+                copy.tensor = tile[inner(need)][slices(box, need.box)]
+
+    def _compute_back(self, index: int, one: Compute, back: _Back, tape: Tape) -> Callable[[], None] | None:
+        """The gradients of a layer's tiles now; those of its parameters now, or when the result is called."""
+        name = one.placed.layer.name
+        grad = back.value(name)
+        record = tape.records.pop(index, None)
+        if grad is not None and self.observe:
+            self.observe("grad", name, grad)
+        if record is None:
+            return None
         if grad is None:
-            grad = torch.zeros_like(record.output)
+            grad = record.zeros()
         keys, names = list(record.tiles), list(record.states)
-        wanted = [*record.tiles.values(), *record.states.values()]
-        found = torch.autograd.grad(record.output, wanted, grad, allow_unused=True)
+        edges, states = list(record.tiles.values()), list(record.states.values())
+        waits = one.placed.rule.apart and bool(states) and any(key in tape.program.crossing for key in keys)
+        inputs: list[Any] = edges if waits else [*edges, *states]
+        found = (
+            torch.autograd.grad(record.output, inputs, grad, retain_graph=waits, allow_unused=True) if inputs else ()
+        )
         for key, value in zip(keys, found, strict=False):
             if value is not None:
-                tile_grads[key] = value if key not in tile_grads else tile_grads[key] + value
-        for name, value in zip(names, found[len(keys) :], strict=True):
-            if value is not None:
-                state_grads[name] = _own(value, grad) if name not in state_grads else state_grads[name] + value
+                back.tiles[key] = value if key not in back.tiles else back.tiles[key] + value
+
+        def parameters(grads: Sequence[Tensor | None]) -> None:
+            for name, value in zip(names, grads, strict=True):
+                if value is not None:
+                    owned = _own(value, grad)
+                    back.states[name] = owned if name not in back.states else back.states[name] + owned
+
+        if not waits:
+            parameters(found[len(keys) :])
+            return None
+        return lambda: parameters(torch.autograd.grad(record.output, states, grad, allow_unused=True))
 
     def _move(
         self,
         moves: tuple[Move, ...],
         local: Tensor | None,
-        held: tuple[object, ...],
-        wanted: tuple[Need | None, ...],
+        held: Any,
+        wanted: Need | None,
         dtype: torch.dtype,
         *,
         tag: int,
         add: bool,
-    ) -> Tensor | None:
-        rank = self.transport.rank
+    ) -> Arriving:
         like = torch.empty(0, dtype=dtype, device=self.device)
         if local is not None and local.dtype != dtype:
             local = local.to(dtype)
-        return transfer(local, held[rank], wanted[rank], moves, self.transport, tag=tag, like=like, add=add)  # type: ignore[arg-type]
+        return begin_transfer(local, held, wanted, moves, self.transport, tag=tag, like=like, add=add)
+
+    @contextmanager
+    def _blaming(self) -> Any:
+        """Whatever fails within says in which layer and on which rank."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in layer {self.transport.label!r} on rank {self.transport.rank}")
+            raise
 
 
-@dataclass(frozen=True)
-class _Uses:
-    values: Mapping[int, list[str]]
-    tiles: Mapping[int, list[int]]
+def _then(
+    finish: Callable[[], None] | None,
+    back: _Back,
+    names: Sequence[str],
+    collector: Collector,
+    states: Mapping[str, Tensor],
+) -> Callable[[], None] | None:
+    """What is left to do for a layer: its parameters' gradients, and handing over those that are final."""
+
+    def complete() -> None:
+        if finish is not None:
+            finish()
+        for name in names:
+            grad = back.states.pop(name, None)
+            collector.ready(name, torch.zeros_like(states[name]) if grad is None else grad)
+
+    if finish is None:
+        complete()
+        return None
+    return complete
 
 
-def _last_uses(program: Program) -> _Uses:
-    """What may be forgotten after each instruction."""
-    last_value: dict[str, int] = {}
-    last_tile: dict[int, int] = {}
-    for index, one in enumerate(program.instructions):
-        if isinstance(one, Fetch):
-            last_value[one.value] = index
-        elif isinstance(one, Compute):
-            last_tile.update(dict.fromkeys(one.sources.values(), index))
-    last_tile.pop(program.output.key, None)
-    values: dict[int, list[str]] = {}
-    tiles: dict[int, list[int]] = {}
-    for name, index in last_value.items():
-        values.setdefault(index, []).append(name)
-    for key, index in last_tile.items():
-        tiles.setdefault(index, []).append(key)
-    return _Uses(values, tiles)
+def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device.type)
+    return lambda: torch.autocast(device.type, dtype)
+
+
+def _saving(found: list[_Saved]) -> saved_tensors_hooks:
+    """Within, `found` gets everything that autograd saves."""
+
+    def pack(tensor: Tensor) -> _Saved:
+        found.append(_Saved(tensor))
+        return found[-1]
+
+    return saved_tensors_hooks(pack, lambda saved: saved.tensor)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _reversed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
@@ -311,8 +515,8 @@ def _own(value: Tensor, passed: Tensor) -> Tensor:
     return value.clone(memory_format=torch.contiguous_format) if shared else value
 
 
-def _needs(layout: tuple[object, ...]) -> tuple[Need | None, ...]:
-    return tuple(None if box is None else Need(box) for box in layout)  # type: ignore[arg-type]
+def _need(box: Any) -> Need | None:
+    return None if box is None else Need(box)
 
 
 def _by_first_layer(first_use: Mapping[str, str], trainable: frozenset[str]) -> dict[str, list[str]]:

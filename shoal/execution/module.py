@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.errors import RunError
 from shoal.execution.boundary import Boundary, even_shares, tiles
@@ -54,6 +55,9 @@ class ParallelModule(nn.Module):
         self._transport = transport = engine.transport
         self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
         self._forwards = 0
+        self.flag = False
+        """Set on any rank before a forward pass, `flagged` is True on all ranks after it, at no extra cost."""
+        self.flagged = False
         self._syncing = True
         self._before_no_sync: dict[str, Tensor | None] = {}
         self._anchor = torch.zeros((), requires_grad=True)
@@ -95,19 +99,28 @@ class ParallelModule(nn.Module):
         finally:
             self._syncing = before
 
+    def input_tile(self, batch: int) -> Box | None:
+        """With io="tile": the box that this rank passes of a batch of so many samples, in the present mode."""
+        return self._input_layout(self._graphs[self.training].at_batch(batch))[self._transport.rank]
+
+    def output_tile(self, batch: int) -> Box | None:
+        """With io="tile": this rank's box of the result of such a batch, and of the target where there is a loss."""
+        return self._output_layout(self._graphs[self.training].at_batch(batch))[self._transport.rank]
+
     @property
     def input_box(self) -> Box | None:
-        """With io="tile": this rank's box of the batch that the network was captured with."""
-        graph = self._graphs[True]
-        name = next(iter(graph.inputs))
-        cut = self._first_cut(graph, name)
-        return tiles(graph.inputs[name].shape, cut, self._transport.world, channels="k")[self._transport.rank]
+        """`input_tile` of the batch that the network was captured with."""
+        return self.input_tile(self._graphs[self.training].batch)
 
     @property
     def output_box(self) -> Box | None:
-        """With io="tile": this rank's box of the result, and of the target where there is a loss."""
-        graph = self._graphs[self._tail is not None]
-        return self._output_layout(graph)[self._transport.rank]
+        """`output_tile` of the batch that the network was captured with."""
+        return self.output_tile(self._graphs[self.training].batch)
+
+    def value_layout(self, layer: str) -> Layout:
+        """Which box of a layer's output each rank holds, in the present mode, for the captured batch."""
+        shares = even_shares(self._graphs[self.training].batch, self._transport.world)
+        return self._program(training=self.training, shares=shares).layouts[layer]
 
     @property
     def counted(self) -> Mapping[str, Sent]:
@@ -132,6 +145,7 @@ class ParallelModule(nn.Module):
             bucket_bytes=self._bucket_bytes,
             input_grad=input_grad,
             local_statistics=self._engine.local_statistics,
+            again=range(program.segments[-1].start if self._engine.recompute else 0),
         )
 
     # Programs
@@ -175,6 +189,12 @@ class ParallelModule(nn.Module):
     def _first_cut(self, graph: LayerGraph, value: str) -> Cut:
         return self._cut(graph, next(layer.name for layer in graph.layers if value in layer.reads))
 
+    def _input_layout(self, graph: LayerGraph) -> Layout:
+        """Tiles of the first input, as the layer cuts them that reads it first."""
+        name = next(iter(graph.inputs))
+        cut = self._first_cut(graph, name)
+        return tiles(graph.inputs[name].shape, cut, self._transport.world, channels="k")
+
     def _output_layout(self, graph: LayerGraph) -> Layout:
         """Tiles of the result: losses where they are computed; scores by sample and in space, all their channels."""
         world, cut = self._transport.world, self._cut(graph, graph.output)
@@ -211,26 +231,28 @@ class ParallelModule(nn.Module):
         """
         problem = self._misfit(x, y)
         own = 0.0 if y is None or self._tail is None or problem else self._tail.weight(y)
-        table = self._transport.gather_numbers([float(x.shape[0]), own, float(problem is not None)])
+        table = self._transport.gather_numbers([float(x.shape[0]), own, float(problem is not None), float(self.flag)])
+        self.flagged = any(row[3] for row in table)
         wrong = [rank for rank, row in enumerate(table) if row[2]]
         if wrong:
             raise RunError(
                 problem or f"rank {wrong[0]} passed a tensor that does not fit; see its message.",
                 "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
             )
-        shares = self._boundary.batch([int(row[0]) for row in table], self._graphs[self.training].batch)
+        graph = self._graphs[self.training]
+        sizes = [int(row[0]) for row in table]
+        shares = self._boundary.batch(sizes, lambda batch: self._input_layout(graph.at_batch(batch)), graph.batch)
         return shares, own, sum(row[1] for row in table)
 
     def _misfit(self, x: Tensor, y: Tensor | None) -> str | None:
-        """What is wrong with this rank's tensors; the number of samples is the caller's choice but for tiles."""
+        """What is wrong with this rank's tensors; the number of samples is the caller's choice."""
         graph, io = self._graphs[self.training], self._boundary.io
         boxes = (self.input_box, self.output_box) if io == "tile" else (None, None)
         for name, tensor, box in zip(graph.inputs, (x, y), boxes, strict=False):
             if tensor is None or (io == "tile" and box is None):
                 continue
             wanted = graph.inputs[name].shape if box is None else tuple(map(len, box))
-            free = 1 if io != "tile" else 0
-            if tensor.ndim != len(wanted) or tensor.shape[free:] != wanted[free:]:
+            if tensor.ndim != len(wanted) or tensor.shape[1:] != wanted[1:]:
                 return (
                     f"rank {self._transport.rank} passed {tuple(tensor.shape)} for {name!r}; "
                     f"io={io!r} and the captured batch need {wanted}."
@@ -356,9 +378,64 @@ class _Step(torch.autograd.Function):
         return None, x_grad, None, None
 
 
-def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
-    """The original module's state dict: its keys and whole tensors, on every rank. A collective."""
-    return model._states.gather(model._transport)
+def full_state_dict(model: ParallelModule, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """The original module's state dict: its keys and whole tensors. A collective.
+
+    On every rank, or on rank 0 and empty elsewhere, which is what writing a file needs.
+    """
+    return model._states.gather(model._transport, rank0_only=rank0_only)
+
+
+def full_optimizer_state(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """What an optimizer of `model.parameters()` remembers, by parameter and whole. A collective.
+
+    On rank 0; empty elsewhere. Tensors of a parameter's shape come together from its shards; numbers, such as
+    counts of steps, are the first holder's.
+    """
+    own = _remembered(model, optimizer)
+    kinds = {name: {key: _scalar(value) for key, value in state.items()} for name, state in own.items()}
+    table = model._transport.gather_objects(kinds)
+    full: dict[str, dict[str, Any]] = {}
+    for name in model._states.names():
+        holder: dict[str, Any] = next((found[name] for found in table if name in found), {})
+        for key, number in holder.items():
+            shard = own.get(name, {}).get(key) if number is None else None
+            value = (
+                model._states.gather_one(name, model._transport, shard, rank0_only=True) if number is None else number
+            )
+            if model._transport.rank == 0:
+                full.setdefault(name, {})[key] = value
+    return full
+
+
+def load_full_optimizer_state(
+    model: ParallelModule, optimizer: Optimizer, full: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give an optimizer what `full_optimizer_state` gave; each rank takes its shards. Also under another plan."""
+    parameters = dict(model.named_parameters())
+    for name, state in full.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: model._states.shard_of(name, value, model._transport.rank).to(parameter.device)
+            if isinstance(value, Tensor) and tuple(value.shape) == model._states.shapes[name]
+            else value
+            for key, value in state.items()
+        }
+
+
+def _remembered(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """An optimizer's state of the parameters that this rank holds a part of."""
+    rank = model._transport.rank
+    return {
+        name: {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state and model._states.layouts[name][rank] is not None
+    }
+
+
+def _scalar(value: Any) -> Any:
+    """A number, or a tensor of one; None for a tensor that is cut as its parameter is."""
+    return value if not isinstance(value, Tensor) or value.ndim == 0 else None
 
 
 def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> None:

@@ -35,6 +35,7 @@ def parallelize(
     batch_norm: Literal["exact", "local"] = "exact",
     seed: int | None = None,
     bucket_bytes: int | None = None,
+    recompute: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> ParallelModule:
     """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says.
@@ -61,7 +62,16 @@ def parallelize(
             "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
         )
     captured = capture_modes(model, example, loss, target)
-    return lay(captured, plan, Transport(group), io=io, batch_norm=batch_norm, seed=seed, bucket_bytes=bucket_bytes)
+    return lay(
+        captured,
+        plan,
+        Transport(group),
+        io=io,
+        batch_norm=batch_norm,
+        seed=seed,
+        bucket_bytes=bucket_bytes,
+        recompute=recompute,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ def lay(
     batch_norm: Literal["exact", "local"] = "exact",
     seed: int | None = None,
     bucket_bytes: int | None = None,
+    recompute: bool = False,
 ) -> ParallelModule:
     """Lay a captured network over the ranks of `transport`; `parallelize` without the capture."""
     names = [layer.name for graph in captured.graphs.values() for layer in graph.layers]
@@ -102,7 +113,7 @@ def lay(
         captured.graphs,
         resolved,
         captured.states,
-        engine=Engine(transport, captured.device, batch_norm == "local", seed),
+        engine=Engine(transport, captured.device, batch_norm == "local", seed, recompute),
         boundary=Boundary(io, transport.world),
         tail=captured.tail,
         bucket_bytes=bucket_bytes,

@@ -49,16 +49,10 @@ class ShardedStates:
         """For every key of the original state dict the name under which the graph knows the tensor."""
         self._places: dict[str, _Place] = {}
         for name, tensor in full.items():
-            self._plant(root, name, tensor, layouts[name], rank, persistent=name in self.keys)
+            self._plant(root, name, tensor, rank, persistent=name in self.keys)
 
-    def _plant(
-        self, root: nn.Module, name: str, tensor: Tensor, layout: Layout, rank: int, *, persistent: bool
-    ) -> None:
-        box = layout[rank]
-        if box is None:
-            shard = tensor.detach().new_empty([0] * max(tensor.ndim, 1))
-        else:
-            shard = tensor.detach()[slices(box, whole(tensor.shape))].clone(memory_format=torch.contiguous_format)
+    def _plant(self, root: nn.Module, name: str, tensor: Tensor, rank: int, *, persistent: bool) -> None:
+        shard = self.shard_of(name, tensor.detach(), rank)
         *path, leaf = name.split(".")
         owner = root
         for word in path:
@@ -84,21 +78,40 @@ class ShardedStates:
         box = self.layouts[name][rank]
         return (rank,) if box is None else sharers(self.layouts[name])[box]
 
-    def gather(self, transport: Transport) -> dict[str, Tensor]:
-        """All tensors whole, under the original keys, on every rank. A collective."""
-        whole_by_name = {name: self._gather(name, transport) for name in self.shapes if name in self.keys.values()}
-        return {key: whole_by_name[name] for key, name in self.keys.items()}
+    def names(self) -> list[str]:
+        """Every tensor's name in the graph."""
+        return list(self._places)
 
-    def _gather(self, name: str, transport: Transport) -> Tensor:
-        shard, shape = self[name].detach(), self.shapes[name]
+    def gather(self, transport: Transport, *, rank0_only: bool) -> dict[str, Tensor]:
+        """All tensors whole, under the original keys; empty on other ranks if `rank0_only`. A collective."""
+        kept = set(self.keys.values())
+        full = {
+            name: self.gather_one(name, transport, self[name].detach(), rank0_only=rank0_only)
+            for name in self.shapes
+            if name in kept
+        }
+        return (
+            {} if rank0_only and transport.rank else {key: cast(Tensor, full[name]) for key, name in self.keys.items()}
+        )
+
+    def gather_one(self, name: str, transport: Transport, shard: Tensor | None, *, rank0_only: bool) -> Tensor | None:
+        """A tensor whole, from shards laid out as the state `name` is. A rank that holds none of it may pass None."""
         owners = {ranks[0]: box for box, ranks in sharers(self.layouts[name]).items()}
         owned = tuple(owners.get(rank) for rank in range(transport.world))
-        wanted = Need(whole(shape))
-        moves = add_moves(owned, (wanted.box,) * transport.world)
+        mine, everything = owned[transport.rank], Need(whole(self.shapes[name]))
+        readers = tuple(everything if rank == 0 or not rank0_only else None for rank in range(transport.world))
+        moves = add_moves(owned, tuple(None if need is None else need.box for need in readers))
+        like = self[name].detach() if shard is None else shard
         transport.label = "states"
-        full = transfer(shard, owned[transport.rank], wanted, moves, transport, tag=0, like=shard, add=False)
-        assert full is not None
-        return full.clone()
+        full = transfer(shard, mine, readers[transport.rank], moves, transport, tag=0, like=like, add=False)
+        return None if full is None else full.clone()
+
+    def shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
+        """This rank's part of a tensor that is laid out as the state `name` is; empty where it has none."""
+        box = self.layouts[name][rank]
+        if box is None:
+            return full.new_empty([0] * max(full.ndim, 1))
+        return full[slices(box, whole(self.shapes[name]))].clone(memory_format=torch.contiguous_format)
 
     def load(self, full: Mapping[str, Tensor], rank: int) -> None:
         """Take this rank's shards out of whole tensors; a state of another module is a `CheckpointError`."""

@@ -1,6 +1,7 @@
 """Carry out a list of moves on real tensors. No arithmetic on extents happens here."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,7 +9,27 @@ from torch import Tensor
 from shoal.moves import Move
 from shoal.operators.base import Need
 from shoal.partition import Box, slices
-from shoal.transport import Transport
+from shoal.transport import Transport, Waitable
+
+
+@dataclass
+class Arriving:
+    """A tile on its way to this rank, or what this rank still has to send. Waited for once; then it is the tile."""
+
+    wanted: Need | None
+    pieces: list[tuple[Box, Tensor]]
+    like: Tensor
+    add: bool
+    works: Sequence[Waitable] = ()
+    sent: list[Tensor] = field(default_factory=list)
+    """Kept until they have left."""
+
+    def wait(self) -> Tensor | None:
+        """The tile, whole; None where this rank wants nothing."""
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = (), []
+        return None if self.wanted is None else _assemble(self.wanted, self.pieces, self.like, add=self.add)
 
 
 def transfer(
@@ -27,37 +48,59 @@ def transfer(
     `like` gives type and device. With `add`, boxes that meet are added up, in the order of their ranks, so that
     the result does not depend on which message came first.
     """
+    return begin_transfer(local, held, wanted, moves, transport, tag=tag, like=like, add=add).wait()
+
+
+def begin_transfer(
+    local: Tensor | None,
+    held: Box | None,
+    wanted: Need | None,
+    moves: Sequence[Move],
+    transport: Transport,
+    *,
+    tag: int,
+    like: Tensor,
+    add: bool,
+) -> Arriving:
+    """`transfer`, under way: messages travel while the caller computes something else. `local` must not change."""
     rank = transport.rank
-    sends, receives, arrived = [], [], []
+    arriving = Arriving(wanted, [], like, add)
+    sends, receives = [], []
     for move in moves:
         if move.src == rank:
             assert local is not None
             assert held is not None
             piece = local[slices(move.box, held)]
             if move.dst == rank:
-                arrived.append((move.box, piece))
+                arriving.pieces.append((move.box, piece))
             else:
                 sends.append((move.dst, piece.contiguous()))
         elif move.dst == rank:
             buffer = like.new_empty([len(span) for span in move.box])
             receives.append((move.src, buffer))
-            arrived.append((move.box, buffer))
+            arriving.pieces.append((move.box, buffer))
     if sends or receives:
-        transport.exchange(sends, receives, tag)
-    return None if wanted is None else _assemble(wanted, arrived, like, add=add)
+        arriving.works = transport.begin_exchange(sends, receives, tag)
+        arriving.sent = [tensor for _, tensor in sends]
+    return arriving
+
+
+def inner(wanted: Need) -> tuple[slice, ...]:
+    """Where the box of a tile lies within it: its padding left out."""
+    pad = wanted.pad or ((0, 0),) * len(wanted.box)
+    return tuple(slice(before, before + len(span)) for span, (before, _) in zip(wanted.box, pad, strict=True))
 
 
 def _assemble(wanted: Need, arrived: Sequence[tuple[Box, Tensor]], like: Tensor, *, add: bool) -> Tensor:
     if len(arrived) == 1 and arrived[0][0] == wanted.box and not wanted.padded:
         return arrived[0][1].contiguous()
-    inner = tuple(
-        slice(before, before + len(span))
-        for span, (before, _) in zip(wanted.box, wanted.pad or ((0, 0),) * len(wanted.box), strict=True)
-    )
-    tile = torch.full(wanted.shape, wanted.fill, dtype=like.dtype, device=like.device)
+    if add or wanted.padded:
+        tile = torch.full(wanted.shape, wanted.fill, dtype=like.dtype, device=like.device)
+    else:  # every row arrives once
+        tile = torch.empty(wanted.shape, dtype=like.dtype, device=like.device)
+    inside = tile[inner(wanted)]
     if add and wanted.fill:
-        tile[inner] = 0.0
-    inside = tile[inner]
+        inside.zero_()
     for box, piece in arrived:
         place = inside[slices(box, wanted.box)]
         if add:

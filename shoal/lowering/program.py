@@ -11,14 +11,19 @@ the simulator replays it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import TypeVar
 
 from shoal.errors import PlanError
 from shoal.graph import LayerGraph, State, Value
 from shoal.lowering.placement import Placed, depends_on_input, op_of, place, state_layouts
+from shoal.lowering.segments import choose_boundaries
 from shoal.moves import Layout, Move, add_moves, copy_moves
 from shoal.operators.base import Need
 from shoal.partition import Cut
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Fetch:
     """Bring a value to tiles."""
 
     key: int
-    """Its number in the program; also the tag of its messages."""
+    """Its index in the program; also the tag of its messages."""
     value: str
     tiles: tuple[Need | None, ...]
     moves: tuple[Move, ...]
@@ -83,6 +88,14 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class LastUses:
+    """By the index of an instruction, the values and tiles that no later one reads."""
+
+    values: Mapping[int, list[str]]
+    tiles: Mapping[int, list[int]]
+
+
+@dataclass(frozen=True)
 class Program:
     """One step of one network under one plan, for one number of samples."""
 
@@ -96,6 +109,58 @@ class Program:
     states: Mapping[str, Layout]
     output: Fetch
     """The last instruction: the network's result to the layout the caller asked for."""
+
+    @cached_property
+    def last_uses(self) -> "LastUses":
+        """What may be forgotten after each instruction."""
+        values: dict[str, int] = {}
+        tiles: dict[int, int] = {}
+        for index, one in enumerate(self.instructions):
+            if isinstance(one, Fetch):
+                values[one.value] = index
+            elif isinstance(one, Compute):
+                tiles.update(dict.fromkeys(one.sources.values(), index))
+        tiles.pop(self.output.key, None)
+        return LastUses(_by_index(values), _by_index(tiles))
+
+    @cached_property
+    def only_moved_to(self) -> Mapping[str, int]:
+        """Layers whose output is read as one kind of tile only, made by moves: the key of that Fetch."""
+        readers: dict[str, list[Fetch]] = {}
+        for one in self.instructions:
+            if isinstance(one, Fetch):
+                readers.setdefault(one.value, []).append(one)
+        settled = {one.value for one in self.instructions if isinstance(one, Settle)}
+        return {
+            value: fetches[0].key
+            for value, fetches in readers.items()
+            if len(fetches) == 1 and not fetches[0].identity and value not in settled and value not in self.graph.inputs
+        }
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """Keys of the Fetches that send something from one rank to another."""
+        return frozenset(
+            one.key
+            for one in self.instructions
+            if isinstance(one, Fetch) and not one.identity and any(move.src != move.dst for move in one.moves)
+        )
+
+    @cached_property
+    def segments(self) -> tuple[range, ...]:
+        """The list in segments for recomputing, in order; together they are the whole list."""
+        made: list[int] = []
+        alive: list[int] = []
+        living: dict[str, int] = {}
+        for index, one in enumerate(self.instructions):
+            alive.append(sum(living.values()))
+            made.append(0)
+            if isinstance(one, Compute):
+                name = one.placed.layer.name
+                made[-1] = living[name] = self.graph.specs[name].elements
+            for name in self.last_uses.values.get(index, ()):
+                living.pop(name, None)
+        return tuple(range(a, b) for a, b in pairwise((0, *choose_boundaries(made, alive), len(made))))
 
     def needing_grad(self, trainable: frozenset[str], *, input_grad: bool) -> frozenset[str]:
         """Values through which gradients flow, decided from the graph so that all ranks agree."""
@@ -174,6 +239,13 @@ class _Compiler:
         self.known[value, tiles] = found
         self.instructions.append(found)
         return found
+
+
+def _by_index(last: Mapping[K, int]) -> dict[int, list[K]]:
+    found: dict[int, list[K]] = {}
+    for what, index in last.items():
+        found.setdefault(index, []).append(what)
+    return found
 
 
 def _tiles(layout: Layout) -> tuple[Need | None, ...]:

@@ -53,26 +53,28 @@ def step_traffic(
     bucket_bytes: int,
     input_grad: bool = False,
     local_statistics: bool = False,
+    again: range = range(0),
 ) -> dict[str, Sent]:
     """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
 
     `trainable`: states in the order in which backward finishes them; `homes`: where states live; `itemsize`: bytes
-    of one element of every value and state.
+    of one element of every value and state; `again`: the instructions whose forward pass is run a second time.
     """
     flowing = program.needing_grad(frozenset(trainable), input_grad=input_grad)
     found: dict[str, Sent] = {}
-    for one in program.instructions:
+    for index, one in enumerate(program.instructions):
+        runs = 1 + (index in again)
         match one:
             case Fetch():
                 if not one.identity:
-                    sent = _moved(one.moves, rank, itemsize[one.value], back=one.value in flowing)
+                    sent = _moved(one.moves, rank, itemsize[one.value], runs, back=one.value in flowing)
                     _note(found, one.label, sent)
             case Settle():
-                _note(found, one.label, _moved(one.moves, rank, itemsize[one.value], back=one.value in flowing))
+                _note(found, one.label, _moved(one.moves, rank, itemsize[one.value], runs, back=one.value in flowing))
             case Compute():
                 name = one.placed.layer.name
                 back = any(read in flowing for read in one.placed.layer.reads)
-                _note(found, name, _summed(one.placed, rank, itemsize[name], back, local_statistics))
+                _note(found, name, _summed(one.placed, rank, itemsize[name], runs, back, local_statistics))
     shards = []
     for name in trainable:
         box = homes[name][rank]
@@ -93,14 +95,14 @@ def _note(found: dict[str, Sent], label: str, sent: Sent) -> None:
         found[label] = found.get(label, Sent()) + sent
 
 
-def _moved(moves: tuple[Move, ...], rank: int, itemsize: int, *, back: bool) -> Sent:
-    forward = [move for move in moves if move.src == rank != move.dst]
+def _moved(moves: tuple[Move, ...], rank: int, itemsize: int, runs: int, *, back: bool) -> Sent:
+    forward = [move for move in moves if move.src == rank != move.dst] * runs
     backward = [move for move in moves if back and move.dst == rank != move.src]
     mine = forward + backward
     return Sent(sum(volume(move.box) for move in mine) * itemsize, len(mine))
 
 
-def _summed(placed: Placed, rank: int, itemsize: int, back: bool, local: bool) -> Sent:
+def _summed(placed: Placed, rank: int, itemsize: int, runs: int, back: bool, local: bool) -> Sent:
     part = placed.parts[rank]
     sent = Sent()
     if part is None:
@@ -108,7 +110,7 @@ def _summed(placed: Placed, rank: int, itemsize: int, back: bool, local: bool) -
     parts = dict(placed.cut.degrees)
     for one in placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local):
         ranks = placed.group(rank, one.over)
-        passes = one.forward + (one.backward and back)
+        passes = one.forward * runs + (one.backward and back)
         if len(ranks) > 1 and passes:
             size = ring_bytes(one.elements * itemsize, len(ranks), ranks.index(rank))
             sent += Sent(size * passes, passes)

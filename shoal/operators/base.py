@@ -178,6 +178,10 @@ class Call:
 class Rule:
     """How one operator is cut. Subclasses say what is special about theirs."""
 
+    apart = False
+    """Whether the gradients of its input and of its parameters, found one after the other, cost no more than both
+    at once: then the first can travel while the second is computed."""
+
     def axes(self, op: Op) -> tuple[Axis, ...]:
         """The directions in which the layer may be cut."""
         return op.output_axes()

@@ -12,6 +12,8 @@ from shoal.partition import Box, Span
 class Linear(Rule):
     """linear. The last dim of the output may be cut (its own rows of the weight), and `k`: partial sums."""
 
+    apart = True
+
     def axes(self, op: Op) -> tuple[Axis, ...]:
         return (*op.output_axes(), Axis("k", op.shapes["weight"][1], summed=True))
 

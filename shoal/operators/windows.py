@@ -85,6 +85,8 @@ class Windowed(Rule):
 class Convolution(Windowed):
     """conv1d, conv2d, conv3d, grouped and depthwise too. `k` cuts the input channels: partial sums."""
 
+    apart = True
+
     def windows(self, op: Op) -> list[Window]:
         sizes, kernels = op.shapes["input"][2:], op.shapes["weight"][2:]
         strides, dilations = per_dim(op["stride"], len(sizes)), per_dim(op["dilation"], len(sizes))
@@ -132,6 +134,8 @@ class Convolution(Windowed):
 
 class TransposedConvolution(Rule):
     """conv_transpose1d to 3d. A part reads the input rows whose spread reaches its output rows."""
+
+    apart = True
 
     def _rows(self, op: Op, dim: int, out: Span) -> Span:
         """Input rows that reach output rows along spatial dim `dim`."""

@@ -8,7 +8,7 @@ comparable with what the pure moves predict, whichever algorithm the backend use
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,15 +87,15 @@ class Transport:
     def _count_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: str) -> None:
         self._count(ring_bytes(tensor.nbytes, len(ranks), ranks.index(self.rank)), 1, label)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> None:
-        """Send and receive whole contiguous tensors, and wait for all of them."""
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Sequence[Waitable]:
+        """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for."""
         works = [dist.irecv(buffer, self._global(src), self.group, tag) for src, buffer in receives]
         works += [dist.isend(tensor, self._global(dst), self.group, tag) for dst, tensor in sends]
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
-        for work in works:
-            if work is not None:
-                work.wait()
+        return [work for work in works if work is not None]
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """Add up a tensor over ranks, in place on each."""
@@ -125,6 +125,14 @@ class Transport:
         table = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(table, mine, group=self.group)
         return [row.tolist() for row in table]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Something that pickles, from every rank to every rank: control, not counted as payload."""
+        if self.world == 1:
+            return [value]
+        table: list[Any] = [None] * self.world
+        dist.all_gather_object(table, value, group=self.group)
+        return table
 
     def good_bucket_bytes(self) -> int:
         """A size of gradient buckets for this link: large enough that latency is a tenth of a bucket's time.

@@ -5,16 +5,18 @@
 The first rank that fails ends the others: whoever waits for it stops waiting.
 """
 
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import Empty, Queue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.transport.base import Transport
+from shoal.transport.base import Transport, Waitable
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -42,6 +44,17 @@ class _Done:
         """Nothing is left to wait for."""
 
 
+@dataclass
+class _Collect:
+    """The handle of messages that are taken out of their mailboxes when they are waited for."""
+
+    collect: Callable[[], None]
+
+    def wait(self) -> None:
+        """Take them."""
+        self.collect()
+
+
 class MemoryTransport(Transport):
     """One rank of `world` threads."""
 
@@ -67,14 +80,20 @@ class MemoryTransport(Transport):
                 continue
         raise TimeoutError(f"rank {self.rank} heard nothing from rank {src} ({tag})")
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> None:
-        """Leave copies in mailboxes and collect what others left."""
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Sequence[Waitable]:
+        """Leave copies in mailboxes; what others left is collected at the wait."""
         for dst, tensor in sends:
             self._send(tensor, dst, tag)
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
-        for src, buffer in receives:
-            buffer.copy_(self._receive(src, tag))
+
+        def collect() -> None:
+            for src, buffer in receives:
+                buffer.copy_(self._receive(src, tag))
+
+        return [_Collect(collect)]
 
     def _reduce(
         self, tensor: Tensor, ranks: tuple[int, ...], label: str, join: Callable[[Tensor, Tensor], Tensor]
@@ -110,6 +129,15 @@ class MemoryTransport(Transport):
                 self._send(mine, dst, "numbers")
         rows = [mine if src == self.rank else self._receive(src, "numbers") for src in range(self.world)]
         return [row.tolist() for row in rows]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Something that pickles, from every rank to every rank."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for dst in range(self.world):
+            if dst != self.rank:
+                self._send(packed, dst, "objects")
+        rows = [packed if src == self.rank else self._receive(src, "objects") for src in range(self.world)]
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
     def good_bucket_bytes(self) -> int:
         """There is no link to measure."""

@@ -1,0 +1,28 @@
+"""Where to cut a program for recomputing: segments whose inputs are kept and whose insides are found again.
+
+Keeping the values alive at every boundary costs their bytes; running a segment again costs the bytes of what its
+layers save. The cut chosen has the smallest sum of all that is kept and the largest segment, among cuts into up to
+2 sqrt(n) segments of about equal bytes whose boundaries lie where little is alive. Integers only.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import isqrt
+
+
+def choose_boundaries(made: Sequence[int], alive: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries (a segment starts at each) from the bytes that each instruction makes, and that live before it."""
+    count = len(made)
+    upto = [0, *accumulate(made)]
+    best: tuple[int, tuple[int, ...]] = (upto[-1], ())
+    for pieces in range(2, 2 * isqrt(count) + 1):
+        found: list[int] = []
+        for piece in range(1, pieces):
+            wanted = upto[-1] * piece // pieces
+            near = [i for i in range(1, count) if abs(upto[i] - wanted) * 4 * pieces <= upto[-1]]
+            if near:
+                found.append(min(near, key=lambda i: (alive[i], i)))
+        chosen = tuple(sorted(set(found)))
+        largest = max(upto[stop] - upto[start] for start, stop in pairwise((0, *chosen, count)))
+        best = min(best, (sum(alive[i] for i in chosen) + largest, chosen))
+    return best[1]
