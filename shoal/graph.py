@@ -5,7 +5,7 @@ device running the whole batch. The graph is functional: no layer changes a tens
 what its layer wrote, for ever.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -73,17 +73,19 @@ class Layer:
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values that the layer reads, each once, in order."""
-        return tuple(dict.fromkeys(ref.name for _, ref in self.tensors() if isinstance(ref, Value)))
+        return tuple(dict.fromkeys(ref.name for _, ref in self.tensors if isinstance(ref, Value)))
 
-    def tensors(self) -> Iterator[tuple[str, Value | State]]:
+    @cached_property
+    def tensors(self) -> tuple[tuple[str, Value | State], ...]:
         """(argument, reference) for every tensor argument; one of a list is called `argument.index`."""
+        found: list[tuple[str, Value | State]] = []
         for name, argument in self.arguments.items():
             if isinstance(argument, Value | State):
-                yield name, argument
+                found.append((name, argument))
             elif isinstance(argument, tuple):
-                for index, item in enumerate(argument):
-                    if isinstance(item, Value | State):
-                        yield f"{name}.{index}", item
+                references = [(f"{name}.{index}", item) for index, item in enumerate(argument)]
+                found += [(place, item) for place, item in references if isinstance(item, Value | State)]
+        return tuple(found)
 
     def at_batch(self, batch: int) -> "Layer":
         """The same layer for another number of samples."""

@@ -100,7 +100,7 @@ def _smallest_batch(graph: LayerGraph) -> int:
 
 
 def _may_count_rows(layer: Layer, graph: LayerGraph) -> bool:
-    shapes = {name: graph.spec(reference).shape for name, reference in layer.tensors()}
+    shapes = {name: graph.spec(reference).shape for name, reference in layer.tensors}
     return layer.op.split(".")[1] in _CHOOSING or rule_for(Op(layer, shapes)) is WHOLE
 
 

@@ -141,7 +141,7 @@ def _refuse_unknown_draws(graph: LayerGraph) -> None:
     """Ranks that run an operator whole must get the same result, so they must not draw it each for itself."""
     for layer in graph.layers:
         if torch.Tag.nondeterministic_seeded in operator_of(layer).tags:
-            op = Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors()})
+            op = Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors})
             if rule_for(op) is WHOLE:
                 raise CaptureError(
                     f"layer {layer.name!r} draws random numbers by {layer.op}, which ranks would draw differently.",

@@ -60,12 +60,19 @@ class _Enter(torch.autograd.Function):
 
 
 @dataclass
-class _Record:
-    """One layer as it was run on this rank."""
+class _Inputs:
+    """The inputs of a graph that want a gradient."""
 
-    tiles: dict[int, GradientEdge]
-    """The inputs of its graph that want a gradient, by the Fetch that brought them."""
-    states: dict[str, Tensor]
+    tiles: dict[int, GradientEdge] = field(default_factory=dict)
+    """By the Fetch that brought them."""
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Record:
+    """One layer, or a chain of them, as it was run on this rank."""
+
+    inputs: _Inputs
     output: GradientEdge
     zeros: Callable[[], Tensor]
     """A gradient of nothing, for an output that nobody used."""
@@ -79,6 +86,8 @@ class _Live:
     tiles: dict[int, Tensor | Arriving | None] = field(default_factory=dict)
     saved: dict[int, list[_Saved]] = field(default_factory=dict)
     """What autograd saved of a value, by the one Fetch that reads it."""
+    chains: dict[str, "_Inputs"] = field(default_factory=dict)
+    """Values that still hang on the graph which the next layer goes on with, and that graph's inputs so far."""
 
     def tile(self, key: int) -> Tensor | None:
         """A tile, waited for."""
@@ -114,16 +123,30 @@ class _Back:
         return total
 
 
+@dataclass(frozen=True)
+class Route:
+    """How gradients go through a program; the same for every step that trains the same parameters."""
+
+    program: Program
+    trainable: frozenset[str]
+    grads_for: frozenset[str]
+    segments: Sequence[range]
+    links: Mapping[int, int]
+    """Within chains of layers that are differentiated as one: by the index of a layer the Fetch that links it to the
+    one before."""
+    goes_on: frozenset[int]
+    """Layers whose chain does not end with them."""
+    linked: frozenset[int]
+    """The Fetches of all links."""
+
+
 @dataclass
 class Tape:
     """What backward needs of one forward pass."""
 
-    program: Program
-    grads_for: frozenset[str]
-    trainable: frozenset[str]
+    route: Route
     types: Mapping[str, torch.dtype]
     step: int
-    segments: Sequence[range]
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
     """The autocast of the forward pass."""
     records: dict[int, _Record] = field(default_factory=dict)
@@ -131,6 +154,11 @@ class Tape:
     kept: list[_Live] = field(default_factory=list)
     """What lived at the start of every segment that was not recorded."""
     used: bool = False
+
+    @property
+    def program(self) -> Program:
+        """What was run."""
+        return self.route.program
 
 
 @dataclass
@@ -146,6 +174,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self._routes: dict[tuple[object, ...], Route] = {}
 
     def forward(
         self,
@@ -160,21 +189,28 @@ class Engine:
         """This rank's tile of the output, and the tape (empty unless `record`)."""
         trainable = frozenset(name for name, state in states.items() if state.requires_grad and record)
         tape = Tape(
-            program,
-            program.needing_grad(trainable, input_grad=input_grad and record),
-            trainable,
+            self._route(program, trainable, input_grad=input_grad and record, record=record),
             value_types(program.graph, next(iter(inputs.values()), None)),
             step,
-            program.segments if self.recompute and record else (range(len(program.instructions)),),
             _autocast_now(self.device),
         )
         live = _Live(dict(inputs))
         with self._blaming():
-            for segment in tape.segments[:-1]:
+            for segment in tape.route.segments[:-1]:
                 tape.kept.append(live.copy())
                 self._run(segment, live, states, tape, record=False)
-            self._run(tape.segments[-1], live, states, tape, record=record)
+            self._run(tape.route.segments[-1], live, states, tape, record=record)
             return live.tile(program.output.key), tape
+
+    def _route(self, program: Program, trainable: frozenset[str], *, input_grad: bool, record: bool) -> Route:
+        key = (id(program), trainable, input_grad, record, self.observe is None)
+        if key not in self._routes:  # it keeps the program alive, so that the id stays its own
+            every = range(len(program.instructions))
+            pieces = program.segments if self.recompute and record else (every,)
+            links, goes_on = _links_within(program, pieces if record and self.observe is None else ())
+            flowing = program.needing_grad(trainable, input_grad=input_grad)
+            self._routes[key] = Route(program, trainable, flowing, pieces, links, goes_on, frozenset(links.values()))
+        return self._routes[key]
 
     def _run(
         self,
@@ -229,13 +265,13 @@ class Engine:
         back = _Back()
         if grad is not None:
             back.tiles[tape.program.output.key] = grad
-        finished_by = _by_first_layer(first_use, tape.trainable)
+        finished_by = _by_first_layer(first_use, tape.route.trainable)
         with self._blaming():
-            for number in range(len(tape.segments) - 1, -1, -1):
+            for number in range(len(tape.route.segments) - 1, -1, -1):
                 if number < len(tape.kept):
                     with tape.precision():
-                        self._run(tape.segments[number], tape.kept.pop(), states, tape, record=True, again=True)
-                self._run_back(tape.segments[number], back, tape, collector, finished_by, states)
+                        self._run(tape.route.segments[number], tape.kept.pop(), states, tape, record=True, again=True)
+                self._run_back(tape.route.segments[number], back, tape, collector, finished_by, states)
             for message in back.leaving:
                 message.wait()
             return self._input_grads(tape, back)
@@ -259,7 +295,7 @@ class Engine:
             one = program.instructions[index]
             self.transport.label = one.label
             if isinstance(one, Fetch):
-                if one.value in tape.grads_for:
+                if one.value in tape.route.grads_for and one.key not in tape.route.linked:
                     self._fetch_back(one, back, tape)
                 continue
             if later is not None:
@@ -269,7 +305,7 @@ class Engine:
                 name = one.placed.layer.name
                 finish = self._compute_back(index, one, back, tape)
                 later = _then(finish, back, finished_by.get(name, ()), collector, states)
-            elif one.value in tape.grads_for:
+            elif one.value in tape.route.grads_for:
                 returned = self._move(
                     _reversed(one.moves), back.value(one.value), program.layouts[one.value][rank],
                     _need(one.partial[rank]), tape.types[one.value], tag=2 * one.key + 1, add=False,
@@ -291,7 +327,7 @@ class Engine:
             box, found = tape.program.layouts[name][rank], back.value(name)
             if found is not None:
                 grads[name] = found
-            elif name in tape.grads_for and box is not None:
+            elif name in tape.route.grads_for and box is not None:
                 shape = [len(span) for span in box]
                 grads[name] = torch.zeros(shape, dtype=tape.types[name], device=self.device)
         return grads
@@ -336,12 +372,14 @@ class Engine:
         part = placed.parts[rank]
         if part is None:
             return None
-        record = record and placed.layer.name in tape.grads_for
+        name = placed.layer.name
+        record = record and name in tape.route.grads_for
+        link = tape.route.links.get(index)
+        before = None if link is None else tape.program.instructions[link]
+        inputs = live.chains.pop(before.value, _Inputs()) if isinstance(before, Fetch) else _Inputs()
         entered: dict[int, Tensor] = {}
-        wanted: dict[int, GradientEdge] = {}
         tensors: dict[str, Tensor] = {}
-        used: dict[str, Tensor] = {}
-        for argument, reference in placed.layer.tensors():
+        for argument, reference in placed.layer.tensors:
             if argument not in placed.needs[rank]:
                 continue
             if isinstance(reference, State):
@@ -349,19 +387,19 @@ class Engine:
                 if again and argument in placed.rule.updates(placed.op):
                     state = state.clone()  # it was updated the first time
                 tensors[argument] = state
-                if reference.name in tape.trainable:
-                    used[reference.name] = state
+                if reference.name in tape.route.trainable:
+                    inputs.states[reference.name] = state
                 continue
             key = one.sources[argument]
             if key not in entered:
                 tile = live.tile(key)
                 assert tile is not None
                 self._share(key, live, tile, tape)
-                entered[key] = tile
-                if record and reference.name in tape.grads_for:
+                if record and key != link and reference.name in tape.route.grads_for:
                     with torch.enable_grad():
-                        entered[key] = _Enter.apply(self._anchor, tile)  # type: ignore[no-untyped-call]
-                    wanted[key] = get_gradient_edge(entered[key])
+                        tile = _Enter.apply(self._anchor, tile)  # type: ignore[no-untyped-call]
+                    inputs.tiles[key] = get_gradient_edge(tile)
+                entered[key] = tile
             tensors[argument] = entered[key]
         call = Call(
             op=placed.op,
@@ -369,23 +407,21 @@ class Engine:
             cut=placed.cut_letters,
             tensors=tensors,
             peers=RankPeers(placed, self.transport),
-            random=LayerRandom(self.seed, placed.layer.name, tape.step),
+            random=LayerRandom(self.seed, name, tape.step),
             local_statistics=self.local_statistics,
         )
-        reader = tape.program.only_moved_to.get(placed.layer.name) if record else None
+        reader = tape.program.only_moved_to.get(name) if record else None
         saved: list[_Saved] = []
-        with (
-            torch.enable_grad() if record else torch.no_grad(),
-            _saving(saved) if reader is not None else nullcontext(),
-        ):
+        with torch.set_grad_enabled(record), _saving(saved) if reader is not None else nullcontext():
             out = placed.rule.run(call)
-            if out.dtype != tape.types[placed.layer.name]:
-                out = out.to(tape.types[placed.layer.name])
+            if out.dtype != tape.types[name]:
+                out = out.to(tape.types[name])
         if record and out.requires_grad:
+            if index in tape.route.goes_on:
+                live.chains[name] = inputs
+                return out
             edge, shape, dtype = get_gradient_edge(out), out.shape, out.dtype
-            tape.records[index] = _Record(
-                wanted, used, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device)
-            )
+            tape.records[index] = _Record(inputs, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device))
         out = out.detach()
         if reader is not None:
             live.saved[reader] = [one for one in saved if _same(one.tensor, out)]
@@ -414,8 +450,8 @@ class Engine:
             return None
         if grad is None:
             grad = record.zeros()
-        keys, names = list(record.tiles), list(record.states)
-        edges, states = list(record.tiles.values()), list(record.states.values())
+        keys, edges = list(record.inputs.tiles), list(record.inputs.tiles.values())
+        names, states = list(record.inputs.states), list(record.inputs.states.values())
         waits = one.placed.rule.apart and bool(states) and any(key in tape.program.crossing for key in keys)
         inputs: list[Any] = edges if waits else [*edges, *states]
         found = (
@@ -482,6 +518,12 @@ def _then(
         complete()
         return None
     return complete
+
+
+def _links_within(program: Program, pieces: Sequence[range]) -> tuple[dict[int, int], frozenset[int]]:
+    """The program's links whose two layers lie in one piece: (Fetch by reader, producers)."""
+    kept = {key: (a, b) for key, (a, b) in program.links.items() if any(a in piece and b in piece for piece in pieces)}
+    return {reader: key for key, (_, reader) in kept.items()}, frozenset(producer for producer, _ in kept.values())
 
 
 def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -78,7 +78,7 @@ def join_loss(
     last = layers[-1]
     mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value(names[second])
     each = _per_sample(last, joined) if mean else last
-    op = Op(each, {name: joined.spec(reference).shape for name, reference in each.tensors()})
+    op = Op(each, {name: joined.spec(reference).shape for name, reference in each.tensors})
     mean = mean and isinstance(rule_for(op), ScoreLoss | PairLoss)
     if mean:
         joined = replace(joined, layers=(*joined.layers[:-1], each))

@@ -85,7 +85,7 @@ class ParallelModule(nn.Module):
                 "With parallelize(..., loss=...) call model(x, y) in training and model(x) in evaluation; "
                 "without a loss call model(x).",
             )
-        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+        if torch.is_grad_enabled() and (x.requires_grad or self._states.any_trainable()):
             result: Tensor = _Step.apply(self._anchor, x, y, self)  # type: ignore[no-untyped-call]
             return result
         return self._run(x, y, record=False)[0]
@@ -304,7 +304,7 @@ class ParallelModule(nn.Module):
             seed = (grad * weight.factor).to(tape.types[tape.program.graph.output]).expand(tile.shape)
         states = self._states.tensors()
         training = tape.program.graph.training
-        names = self._backward_order(tape.trainable, training=training)
+        names = self._backward_order(tape.route.trainable, training=training)
         collector: Collector = self._begin_sums(states, names) if self._syncing else Kept()
         inputs = self._engine.backward(tape, seed, collector, self._first_uses[training], states)
         self._store(collector.finish(), states)

@@ -34,7 +34,7 @@ def value_types(graph: LayerGraph, example: Tensor | None) -> Mapping[str, torch
         elif word in FULL:
             types[layer.name] = torch.float32
         else:
-            read = [types[ref.name] for _, ref in layer.tensors() if isinstance(ref, Value)]
+            read = [types[ref.name] for _, ref in layer.tensors if isinstance(ref, Value)]
             floats = [dtype for dtype in read if dtype.is_floating_point]
             types[layer.name] = _widest(floats) if floats else captured[layer.name]
     return types

@@ -78,6 +78,10 @@ class ShardedStates:
         box = self.layouts[name][rank]
         return (rank,) if box is None else sharers(self.layouts[name])[box]
 
+    def any_trainable(self) -> bool:
+        """Whether anything here wants a gradient."""
+        return any(place.tensor().requires_grad for place in self._places.values())
+
     def names(self) -> list[str]:
         """Every tensor's name in the graph."""
         return list(self._places)

@@ -75,14 +75,14 @@ class Placed:
 
 def op_of(layer: Layer, graph: LayerGraph) -> Op:
     """A layer with the global shapes of its tensors."""
-    return Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors()})
+    return Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors})
 
 
 def depends_on_input(graph: LayerGraph) -> set[str]:
     """Layers that see the batch; the others are functions of the parameters alone."""
     seen = set(graph.inputs)
     for layer in graph.layers:
-        if any(name in seen for name in layer.reads) or not any(True for _ in layer.tensors()):
+        if any(name in seen for name in layer.reads) or not any(True for _ in layer.tensors):
             seen.add(layer.name)
     return seen
 
@@ -153,7 +153,7 @@ def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> di
     layouts: dict[str, list[Box | None]] = {name: [None] * ranks for name in graph.states}
     first: dict[str, str] = {}
     for placed in layers:
-        for argument, reference in placed.layer.tensors():
+        for argument, reference in placed.layer.tensors:
             if not isinstance(reference, State):
                 continue
             layout = layouts[reference.name]

@@ -9,6 +9,7 @@ list, collectives meet in one order, whichever ranks have a part in them. The co
 the simulator replays it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +139,36 @@ class Program:
         }
 
     @cached_property
+    def links(self) -> Mapping[int, tuple[int, int]]:
+        """Fetches that only pass a value on within each rank, from the layer that makes it to the only one that reads
+        it: for each key the indices of the two layers. Layers so linked can be differentiated as one.
+
+        A layer whose input came from other ranks and whose gradients are found apart begins a new chain behind it.
+        """
+        made = {one.placed.layer.name: index for index, one in enumerate(self.instructions) if isinstance(one, Compute)}
+        readers: dict[int, list[int]] = {}
+        for index, one in enumerate(self.instructions):
+            if isinstance(one, Compute):
+                for key in one.sources.values():
+                    readers.setdefault(key, []).append(index)
+        fetches = [one for one in self.instructions if isinstance(one, Fetch)]
+        counts = Counter(one.value for one in fetches)
+        settled = {one.value for one in self.instructions if isinstance(one, Settle)}
+        found: dict[int, tuple[int, int]] = {}
+        for one in fetches:
+            if not one.identity or counts[one.value] > 1 or len(readers.get(one.key, ())) != 1:
+                continue
+            if one.value in settled or one.value in self.copies or one.value not in made:
+                continue
+            producer, reader = self.instructions[made[one.value]], readers[one.key][0]
+            assert isinstance(producer, Compute)
+            if producer.placed.rule.apart and self.crossing & set(producer.sources.values()):
+                continue
+            if not any(other == reader for _, other in found.values()):  # a chain, not a tree
+                found[one.key] = (made[one.value], reader)
+        return found
+
+    @cached_property
     def crossing(self) -> frozenset[int]:
         """Keys of the Fetches that send something from one rank to another."""
         return frozenset(
@@ -168,7 +199,7 @@ class Program:
         for layer in self.graph.layers:
             if layer.name in self.graph.learning and any(
                 reference.name in (need if isinstance(reference, Value) else trainable)
-                for _, reference in layer.tensors()
+                for _, reference in layer.tensors
             ):
                 need.add(layer.name)
         return frozenset(need)
@@ -209,7 +240,7 @@ class _Compiler:
 
     def add(self, placed: Placed) -> None:
         sources = {}
-        for argument, reference in placed.layer.tensors():
+        for argument, reference in placed.layer.tensors:
             if isinstance(reference, Value):
                 tiles = tuple(needs.get(argument) for needs in placed.needs)
                 if any(tile is not None for tile in tiles):
@@ -260,7 +291,7 @@ def first_uses(program: Program) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in program.instructions:
         if isinstance(one, Compute) and one.placed.layer.name in program.graph.learning:
-            for _, reference in one.placed.layer.tensors():
+            for _, reference in one.placed.layer.tensors:
                 if isinstance(reference, State):
                     found.setdefault(reference.name, one.placed.layer.name)
     return found
@@ -274,13 +305,13 @@ def state_homes(training: Program, evaluation: Program) -> dict[str, Layout]:
     users: dict[str, str] = {}
     for one in training.instructions:
         if isinstance(one, Compute):
-            for _, reference in one.placed.layer.tensors():
+            for _, reference in one.placed.layer.tensors:
                 if isinstance(reference, State):
                     users.setdefault(reference.name, one.placed.layer.name)
     homes = {**evaluation.states, **{name: training.states[name] for name in users}}
     for one in evaluation.instructions:
         if isinstance(one, Compute):
-            for argument, reference in one.placed.layer.tensors():
+            for argument, reference in one.placed.layer.tensors:
                 if isinstance(reference, State) and not _held(one.placed, argument, homes[reference.name]):
                     raise PlanError(
                         f"layers {users[reference.name]!r} in training and {one.label!r} in evaluation share "

@@ -1,0 +1,1 @@
+"""What the benchmarks share: hosts made on one machine, ranks started on them, sides that take turns."""

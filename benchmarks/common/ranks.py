@@ -1,0 +1,45 @@
+"""Start a benchmark's own script once per rank, one thread each, and wait for all of them."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from benchmarks.common.hosts import Host, loopback, two_hosts
+
+
+def is_rank() -> bool:
+    """Whether this process was started by `start_ranks`."""
+    return "RANK" in os.environ
+
+
+def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int = 2, seconds: float = 3600) -> None:
+    """Run `python -m module arguments` on every rank; `link` is "loopback", or the speed between two hosts: "1gbit"."""
+    places: AbstractContextManager[list[Host]]
+    places = nullcontext(loopback(ranks)) if link == "loopback" else two_hosts(link)
+    with places as hosts:
+        port = str(random.randint(20_000, 30_000))
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, host in enumerate(hosts):
+                environment = {
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(hosts)),
+                    "MASTER_ADDR": hosts[0].address,
+                    "MASTER_PORT": port,
+                    "GLOO_SOCKET_IFNAME": host.device,
+                    "OMP_NUM_THREADS": "1",
+                }
+                command = [*host.prefix, sys.executable, "-m", module, *arguments]
+                started.append(subprocess.Popen(command, env=environment))
+            for process in started:
+                if process.wait(seconds):
+                    sys.exit(1)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()

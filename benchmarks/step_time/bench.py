@@ -1,0 +1,113 @@
+"""Step time of Shoal's plans beside DDP and FSDP2: two ranks of one thread, taking turns in one run.
+
+    python -m benchmarks.step_time.bench --model alexnet --plans data,owt [--link 1gbit] [--rounds 30]
+
+Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
+tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans marked `/local` use batch_norm="local", which is what DDP computes;
+"ddp+syncbn" is DDP with a synchronised batch norm of the plain kind (one sum of two numbers per channel each way).
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal
+from benchmarks.common.ranks import is_rank, start_ranks
+from benchmarks.common.turns import Step, take_turns
+from benchmarks.step_time.sync_batch_norm import with_plain_sync
+
+SIZES = {"alexnet": (224, 32, 1000), "vgg16": (64, 16, 1000), "resnet18": (64, 32, 1000)}
+"""Pixels, samples of the global batch, classes."""
+
+
+def step_of(model: nn.Module, x: Tensor, y: Tensor, *, fused: bool = True) -> Step:
+    """One training step as a plain loop has it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=fused, foreach=not fused)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+
+    return step
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """As its documentation has it."""
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    """Sharded by the children that hold most of the parameters, then the rest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in model.modules():
+        if isinstance(child, nn.Linear) and child.weight.numel() > 1_000_000:
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="alexnet")
+    parser.add_argument("--plans", default="data", help="such as data,owt,data/local")
+    parser.add_argument("--others", default="ddp again,fsdp2", help="beside ddp: ddp again, fsdp2, ddp+syncbn")
+    parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    if not is_rank():
+        start_ranks("benchmarks.step_time.bench", sys.argv[1:], args.link)
+        return
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group("gloo")
+    pixels, batch, classes = SIZES[args.model]
+    torch.manual_seed(0)
+    plain = shoal.zoo.build(args.model, input=(3, pixels, pixels), classes=classes).train()
+    torch.manual_seed(1 + dist.get_rank())
+    share = batch // dist.get_world_size()
+    x, y = torch.randn(share, 3, pixels, pixels), torch.randint(0, classes, (share,))
+
+    others: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "ddp": ddp,
+        "ddp again": ddp,
+        "fsdp2": fsdp2,
+        "ddp+syncbn": lambda model: ddp(with_plain_sync(model)),
+    }
+    sides = {
+        name: step_of(others[name](deepcopy(plain)), x, y, fused=name != "fsdp2")
+        for name in ["ddp", *filter(None, args.others.split(","))]
+    }
+    laid = {}
+    for plan in args.plans.split(","):
+        name, _, statistics = plan.partition("/")
+        laid[plan] = shoal.parallelize(
+            deepcopy(plain), (batch, 3, pixels, pixels), name, batch_norm="local" if statistics else "exact"
+        )
+        sides[f"shoal {plan}"] = step_of(laid[plan], x, y)
+    measured = take_turns(sides, rounds=args.rounds)
+    if dist.get_rank() == 0:
+        print(
+            f"{args.model} {pixels}x{pixels}, batch {batch}, 2 ranks of one thread, {args.link}, {args.rounds} rounds"
+        )
+        print(measured.table("ddp"))
+        for plan, model in laid.items():
+            total = sum(sent.bytes for sent in model.predicted().values())
+            print(f"shoal {plan}: {total / 1e6:.1f} MB sent per rank and step")
+        print(f"torch {torch.__version__}, {platform.platform()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
