@@ -96,10 +96,14 @@ class _Live:
             found = self.tiles[key] = found.wait()
         return found
 
-    def copy(self) -> "_Live":
-        """The same tensors, for a second run from here."""
+    def wait(self) -> None:
+        """Until everything under way has arrived, here and where it was sent."""
         for key in self.tiles:
             self.tile(key)
+
+    def copy(self) -> "_Live":
+        """The same tensors, for a second run from here."""
+        self.wait()
         return _Live(dict(self.values), dict(self.tiles))
 
 
@@ -269,8 +273,10 @@ class Engine:
         with self._blaming():
             for number in range(len(tape.route.segments) - 1, -1, -1):
                 if number < len(tape.kept):
+                    live = tape.kept.pop()
                     with tape.precision():
-                        self._run(tape.route.segments[number], tape.kept.pop(), states, tape, record=True, again=True)
+                        self._run(tape.route.segments[number], live, states, tape, record=True, again=True)
+                    live.wait()
                 self._run_back(tape.route.segments[number], back, tape, collector, finished_by, states)
             for message in back.leaving:
                 message.wait()

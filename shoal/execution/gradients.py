@@ -82,11 +82,14 @@ class GradientSums:
         if index is None:  # nobody else holds this shard
             self._done[name] = grad
             return
-        bucket, buffer = self._buckets[index], self._buffer(index)
-        start = sum(self._shards[other][1].numel() for other in bucket.names[: bucket.names.index(name)])
-        view = buffer[start : start + grad.numel()].view(grad.shape)
-        view.copy_(grad)
-        self._done[name] = view
+        bucket = self._buckets[index]
+        if len(bucket.names) == 1:
+            buffer = self._done[name] = grad.contiguous()
+        else:
+            buffer = self._buffer(index)
+            start = sum(self._shards[other][1].numel() for other in bucket.names[: bucket.names.index(name)])
+            view = self._done[name] = buffer[start : start + grad.numel()].view(grad.shape)
+            view.copy_(grad)
         self._waiting[index].remove(name)
         if not self._waiting[index]:
             work = self._transport.sum_later(buffer, bucket.ranks, PURPOSE, label=GRADIENTS)

@@ -21,7 +21,7 @@ def choose_boundaries(made: Sequence[int], alive: Sequence[int]) -> tuple[int, .
             wanted = upto[-1] * piece // pieces
             near = [i for i in range(1, count) if abs(upto[i] - wanted) * 4 * pieces <= upto[-1]]
             if near:
-                found.append(min(near, key=lambda i: (alive[i], i)))
+                found.append(min(near, key=lambda i: (alive[i], abs(upto[i] - wanted))))
         chosen = tuple(sorted(set(found)))
         largest = max(upto[stop] - upto[start] for start, stop in pairwise((0, *chosen, count)))
         best = min(best, (sum(alive[i] for i in chosen) + largest, chosen))

@@ -27,12 +27,16 @@ class Bucket:
 def fill_buckets(shards: Iterable[tuple[str, tuple[int, ...], str, int]], limit: int) -> list[Bucket]:
     """Neighbours with the same ranks and type share a bucket, which is closed when it has `limit` bytes.
 
+    A gradient that large has a bucket of its own, and so need not be copied into one.
     `shards`: (name, ranks, type, bytes) in the order in which backward finishes them.
     """
     closed: list[Bucket] = []
     opened: dict[tuple[tuple[int, ...], str], Bucket] = {}
     for name, ranks, dtype, size in shards:
         if len(ranks) < 2 or not size:
+            continue
+        if size >= limit:
+            closed.append(Bucket(ranks, [name], size))
             continue
         bucket = opened.setdefault((ranks, dtype), Bucket(ranks))
         bucket.names.append(name)

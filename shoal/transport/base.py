@@ -18,6 +18,10 @@ from shoal.traffic import Sent, ring_bytes, total
 
 BUCKET_LIMITS = (256 << 10, 25 << 20)
 """Smallest and largest bucket of gradients, in bytes."""
+PAIR_BYTES = 64 << 10
+"""Largest tensor that two ranks sum by sending it to each other."""
+PAIR_TAG = 1 << 30
+"""The tag of such messages; moves have the tags of their instructions."""
 
 
 @dataclass
@@ -99,9 +103,26 @@ class Transport:
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """Add up a tensor over ranks, in place on each."""
+        if len(ranks) == 2 and tensor.nbytes <= PAIR_BYTES and self._device.type == "cpu":
+            self._sum_pair(tensor, ranks)
+            return
         work = self.sum_later(tensor, ranks, purpose, label=self.label)
         if work is not None:
             work.wait()
+
+    def _sum_pair(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        """Two ranks send each other a small tensor, in half of an all-reduce's time. a + b = b + a, also in floats."""
+        other = ranks[1 - ranks.index(self.rank)]
+        theirs = torch.empty_like(tensor)
+        works = [
+            dist.irecv(theirs, self._global(other), self.group, PAIR_TAG),
+            dist.isend(tensor, self._global(other), self.group, PAIR_TAG),
+        ]
+        self._count_sum(tensor, ranks, self.label)
+        for work in works:
+            if work is not None:
+                work.wait()
+        tensor.add_(theirs)
 
     def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> Waitable | None:
         """Start such a sum; the tensor is ready when the work is waited for."""

@@ -104,12 +104,13 @@ def compare_plan(
     steps: int = STEPS,
     shares: tuple[int, ...] | None = None,
     rate: float = 0.05,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     """Lay the network under a plan on this world, train it, and compare. Returns the largest differences."""
     one = subject(build, tuple(sorted(arguments.items())), shape, classes, rate)
     transport = Transport()
     cuts = plan(one.captured, transport.world) if callable(plan) else plan
-    model = lay(one.captured, cuts, transport, io=io)  # type: ignore[arg-type]
+    model = lay(one.captured, cuts, transport, io=io, recompute=recompute)  # type: ignore[arg-type]
     rows = _my_rows(model, shape[0], io, transport, shares)
     x = one.x[rows].clone().requires_grad_()
     result = _result_rows(model, rows, io)

@@ -81,3 +81,9 @@ def test_other_ways_in_and_out(on_ranks: RunOnRanks, io: str, plan: str) -> None
 def test_unequal_shares(on_ranks: RunOnRanks, plan: str) -> None:
     compare(on_ranks, 3, "lenet5", plan, shares=(1, 3, 1))
     compare(on_ranks, 2, "lenet5", plan, shares=(5, 0))
+
+
+@pytest.mark.parametrize("plan", ["data", "model", "2x2", "spatial", "random-7"])
+@pytest.mark.parametrize("net", ["unet", "resnet18"])
+def test_recomputed(on_ranks: RunOnRanks, net: str, plan: str) -> None:
+    compare(on_ranks, 4, net, plan, recompute=True, steps=3 if net == "unet" else 1)
