@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
+from shoal.machine import cores
 
 Schedule = Literal["cosine", "step", "constant"]
 
@@ -30,6 +31,11 @@ def _split_options(value: object) -> object:
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("name=value, or several with commas between")
     return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+
+
+def _count(value: object) -> object:
+    """`auto` is one worker per core of this machine."""
+    return cores() if value == "auto" else value
 
 
 Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
@@ -77,8 +83,16 @@ class TrainConfig(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the first weights, the order of samples, dropout and augmentation."""
 
-    workers: int = Field(default=1, gt=0)
-    """Ranks in all; this version trains on one."""
+    workers: Annotated[int, Field(gt=0), BeforeValidator(_count)] = 1
+    """Ranks in all, started on this host; auto is one per core. Under torchrun and srun: their number."""
+    plan: str = "data"
+    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, or a plan file."""
+    batch_norm: Literal["exact", "local"] = "exact"
+    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    recompute: bool = False
+    """Compute activations a second time in backward instead of keeping them: less memory, more time."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds that a worker waits for another before the run fails."""
     threads: int | None = Field(default=None, gt=0)
     """Threads per worker; all cores shared among the workers unless given."""
     device: str = "auto"
@@ -96,11 +110,6 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no field can see alone."""
-        if self.workers > 1:
-            raise ConfigError(
-                f"workers = {self.workers} does not work yet: this version trains on one worker.",
-                "Leave --workers away; --threads uses several cores.",
-            )
         if self.warmup >= self.epochs:
             raise ConfigError(
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "moves": {"partition"},
     "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
-    "config": {"errors"},
+    "config": {"errors", "machine"},
     "result": {"_version"},
     "traffic": set(),
     "operators": {"graph", "partition"},
@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
     "launching": {"errors", "machine"},
-    "training": NOUNS | {"zoo", "data", "launching", "execution"},
-    "cli": NOUNS | {"zoo", "data", "launching", "execution", "training"},
+    "training": NOUNS | {"zoo", "data", "launching", "planning", "transport", "execution"},
+    "cli": NOUNS | {"zoo", "data", "launching", "training"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

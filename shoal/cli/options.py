@@ -19,12 +19,17 @@ def options_of(settings: type[BaseModel]) -> Callable[[Command], Command]:
 
     def add(command: Command) -> Command:
         for name, field in reversed(settings.model_fields.items()):
-            command = click.option(f"--{name.replace('_', '-')}", name, metavar=_metavar(field), help=_help(field))(
-                command
-            )
+            command = _option(name, field)(command)
         return command
 
     return add
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+    flag = f"--{name.replace('_', '-')}"
+    if field.annotation is bool:  # None where neither was given, so that a recipe's word stands
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
+    return click.option(flag, name, metavar=_metavar(field), help=_help(field))
 
 
 def _help(field: FieldInfo) -> str:

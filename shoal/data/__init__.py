@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.data.loader import Loader, first_indices, sequential_batches
     from shoal.data.loading import load
     from shoal.data.order import BatchOrder, Position
+    from shoal.data.part import Part
 
 __all__ = [
     "load",
@@ -34,6 +35,7 @@ __all__ = [
     "Loader",
     "sequential_batches",
     "first_indices",
+    "Part",
     "Augment",
     "parse_augment",
 ]
@@ -49,6 +51,7 @@ _HOME = {
     "Loader": "loader",
     "sequential_batches": "loader",
     "first_indices": "loader",
+    "Part": "part",
     "Augment": "augment",
     "parse_augment": "augment",
 }

@@ -130,6 +130,12 @@ class ArrayData:
         x = self._x.index_select(0, rows).float()
         return self.norm.apply_(x), self._y.index_select(0, rows).long()
 
+    def window(self, indices: NDArray[np.int64], x: tuple[slice, ...], y: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """See `Windowed.window`: pixels outside are not copied."""
+        rows = torch.from_numpy(indices)
+        samples = self._x[:, :, *x].index_select(0, rows).float()
+        return self.norm.apply_(samples), self._y[:, *y].index_select(0, rows).long()
+
 
 def every_fifth(labels: NDArray[Any]) -> NDArray[np.bool_]:
     """A mask of test samples: the fifth, tenth, ... sample of each class.

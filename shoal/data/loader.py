@@ -12,30 +12,35 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shoal.data.augment import Augment
 from shoal.data.dataset import DataSet
 from shoal.data.order import BatchOrder
+from shoal.data.part import Batch, Part
 
 AHEAD = 2
 
-Batch = tuple[Tensor, Tensor]
 Item = TypeVar("Item")
 
 
 class Loader:
-    """The training batches of `data` in `order`, changed by `augment`. No state: see the note in order.py."""
+    """The training batches of `data` in `order`, changed by `augment`. No state: see the note in order.py.
 
-    def __init__(self, data: DataSet, order: BatchOrder, augment: Augment | None = None) -> None:
+    With a `part`, only that part of each batch: a sample is changed in the same way whoever reads it.
+    """
+
+    def __init__(
+        self, data: DataSet, order: BatchOrder, augment: Augment | None = None, part: Part | None = None
+    ) -> None:
         if len(data) != order.samples:
             raise ValueError(f"the order is for {order.samples} samples, but the data set has {len(data)}")
         self.data = data
         self.order = order
         self.augment = augment
+        self.part = part
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
-        """Global batches of one epoch, from step `start` to its end. Close it to stop early."""
+        """Batches of one epoch, from step `start` to its end. Close it to stop early."""
 
         def read(step: int) -> Batch:
             return self.batch(epoch, step)
@@ -43,17 +48,29 @@ class Loader:
         return _read_all(read, range(start, self.order.steps_per_epoch), ahead=self.data.prefetch)
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """The global batch of one step, read here and now."""
+        """The batch of one step, or the part of it, read here and now."""
         indices = self.order.indices(epoch, step)
+        augment = self.augment
+        if self.part is not None:
+            change = None if augment is None else lambda x, y, chosen: augment(x, y, indices=chosen, epoch=epoch)
+            return self.part.read(self.data, indices, change)
         x, y = self.data.batch(indices)
-        return (x, y) if self.augment is None else self.augment(x, y, indices=indices, epoch=epoch)
+        return (x, y) if augment is None else augment(x, y, indices=indices, epoch=epoch)
 
 
-def sequential_batches(data: DataSet, batch: int) -> Generator[Batch, None, None]:
-    """Every sample once, in order, for evaluation. The last batch may be smaller."""
+def sequential_batches(
+    data: DataSet, batch: int, part: Callable[[int], Part] | None = None
+) -> Generator[Batch, None, None]:
+    """Every sample once, in order, for evaluation. The last batch may be smaller.
+
+    With `part`, only that part of each batch: a function of the number of samples in it.
+    """
     samples = first_indices(len(data))
-    parts = [samples[start : start + batch] for start in range(0, len(data), batch)]
-    return _read_all(data.batch, parts, ahead=data.prefetch)
+    groups = [samples[start : start + batch] for start in range(0, len(data), batch)]
+    if part is None:
+        return _read_all(data.batch, groups, ahead=data.prefetch)
+    parts = {size: part(size) for size in {len(group) for group in groups}}
+    return _read_all(lambda group: parts[len(group)].read(data, group), groups, ahead=data.prefetch)
 
 
 def first_indices(count: int) -> NDArray[np.int64]:

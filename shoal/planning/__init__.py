@@ -1,5 +1,5 @@
 """Planning: which cut each layer gets."""
 
-from shoal.planning.resolve import Resolved, resolve
+from shoal.planning.resolve import Resolved, check, resolve
 
-__all__ = ["Resolved", "resolve"]
+__all__ = ["Resolved", "check", "resolve"]

@@ -11,7 +11,7 @@ from shoal.lowering.placement import check_fits, depends_on_input, op_of
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut
 from shoal.plan import Plan
-from shoal.planning.strategies import fit, wanted_cuts
+from shoal.planning.strategies import check_name, fit, wanted_cuts
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
     line names follows the layer it reads. `also`: layers that a line may name though this graph has them not,
     since a network has some in training only.
     """
-    if isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan)):
-        plan = Plan.load(plan)
+    plan = check(plan, ranks)
     sees_batch = depends_on_input(graph)
     whole = {
         layer.name: layer.op
@@ -47,7 +46,7 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
         if layer.name in sees_batch and rule_for(op_of(layer, graph)) is WHOLE
     }
     if isinstance(plan, Plan):
-        _check_plan(plan, ranks, [*(layer.name for layer in graph.layers), *also])
+        _check_lines(plan, [*(layer.name for layer in graph.layers), *also])
         return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch, whole), {}, whole)
     cuts, smaller = {}, {}
     for name, wanted in wanted_cuts(plan, graph, ranks).items():
@@ -59,17 +58,29 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
     return Resolved(plan, cuts, smaller, whole)
 
 
+def check(plan: str | Path | Plan, ranks: int) -> str | Plan:
+    """What can be known before the network is: a name, or a plan that was read, for this number of ranks.
+
+    Else a `PlanError`: an unknown name, a file that cannot be read, another number of ranks.
+    """
+    if isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan)):
+        plan = Plan.load(plan)
+    if isinstance(plan, str):
+        check_name(plan, ranks)
+    elif plan.ranks != ranks:
+        raise PlanError(
+            f"plan {plan.name!r} is for {plan.ranks} ranks; there are {ranks}.",
+            f"Start {plan.ranks} ranks, or make a plan for {ranks}.",
+        )
+    return plan
+
+
 def _fitted(name: str, wanted: Cut, graph: LayerGraph) -> Cut:
     op = op_of(next(layer for layer in graph.layers if layer.name == name), graph)
     return fit(wanted, rule_for(op).axes(op))
 
 
-def _check_plan(plan: Plan, ranks: int, known: Sequence[str]) -> None:
-    if plan.ranks != ranks:
-        raise PlanError(
-            f"plan {plan.name!r} is for {plan.ranks} ranks; there are {ranks}.",
-            f"Start {plan.ranks} ranks, or make a plan for {ranks}.",
-        )
+def _check_lines(plan: Plan, known: Sequence[str]) -> None:
     for pattern, _ in plan.layers:
         if not any(_names(pattern, name) for name in known):
             raise PlanError(

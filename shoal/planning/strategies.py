@@ -23,8 +23,24 @@ NAMES = ("data", "model", "owt", "spatial")
 _HYBRID = re.compile(r"(\d+)x(\d+)")
 
 
+def check_name(name: str, ranks: int) -> None:
+    """Refuse what is no strategy's name, and a hybrid for another number of ranks, with a `PlanError`."""
+    hybrid = _HYBRID.fullmatch(name)
+    if name not in NAMES and hybrid is None:
+        raise PlanError(
+            f"there is no plan {name!r}.",
+            f"{suggestion(name, NAMES)} RxG is a hybrid, such as 2x2; a path names a plan file.",
+        )
+    if hybrid is not None and int(hybrid[1]) * int(hybrid[2]) != ranks:
+        raise PlanError(
+            f"plan {name!r} needs {int(hybrid[1]) * int(hybrid[2])} ranks; there are {ranks}.",
+            f"Choose R and G with R x G = {ranks}.",
+        )
+
+
 def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
     """What the strategy asks of every layer, before looking at sizes. Unknown names are a `PlanError`."""
+    check_name(name, ranks)
     names = [layer.name for layer in graph.layers]
     if name == "data":
         return dict.fromkeys(names, Cut.of(n=ranks))
@@ -35,18 +51,8 @@ def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
     if name == "owt":
         first = next((i for i, layer in enumerate(graph.layers) if ".linear." in layer.op), len(names))
         return {name: Cut.of(n=ranks) if i < first else Cut.of(c=ranks) for i, name in enumerate(names)}
-    if hybrid := _HYBRID.fullmatch(name):
-        replicas, group = map(int, hybrid.groups())
-        if replicas * group != ranks:
-            raise PlanError(
-                f"plan {name!r} needs {replicas * group} ranks; there are {ranks}.",
-                f"Choose R and G with R x G = {ranks}.",
-            )
-        return dict.fromkeys(names, Cut.of(n=replicas, c=group))
-    raise PlanError(
-        f"there is no plan {name!r}.",
-        f"{suggestion(name, NAMES)} RxG is a hybrid, such as 2x2; a path names a plan file.",
-    )
+    replicas, group = map(int, name.split("x"))
+    return dict.fromkeys(names, Cut.of(n=replicas, c=group))
 
 
 def _spatial(ndim: int, batch: int, ranks: int) -> Cut:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import ConfigError
+from shoal.machine import cores
 
 FLAGS = (
     "model model_options data input classes augment epochs batch lr schedule warmup momentum weight_decay "
-    "seed workers threads device out eval_every checkpoint_every log_every"
+    "seed workers plan batch_norm recompute timeout threads device out eval_every checkpoint_every log_every"
 )
 
 
@@ -29,6 +30,10 @@ def test_every_setting_explains_itself() -> None:
 def test_text_from_a_command_line_becomes_values() -> None:
     config = TrainConfig.parse({"epochs": "3", "lr": "1e-2", "input": "3,32,48", "out": "there"})
     assert (config.epochs, config.lr, config.input, config.out) == (3, 0.01, (3, 32, 48), Path("there"))
+
+
+def test_auto_is_one_worker_per_core() -> None:
+    assert TrainConfig.parse({"workers": "auto"}).workers == cores()
 
 
 @given(
@@ -55,7 +60,10 @@ def test_yaml_reads_back_equal(epochs: int, lr: float, shape: Any, schedule: Any
         ({"input": "3,x"}, ["input", "integer"]),
         ({"input": "3,0,4"}, ["input", "greater than 0"]),
         ({"model_options": "width"}, ["model_options = 'width'", "name=value"]),
-        ({"workers": 2}, ["workers = 2", "one worker"]),
+        ({"workers": 0}, ["workers = 0", "greater than 0"]),
+        ({"workers": "many"}, ["workers = 'many'", "auto is one per core"]),
+        ({"timeout": "0"}, ["timeout = '0'", "greater than 0"]),
+        ({"recompute": "perhaps"}, ["recompute = 'perhaps'", "boolean"]),
         ({"warmup": 5, "epochs": 5}, ["warmup = 5", "epochs = 5"]),
     ],
 )

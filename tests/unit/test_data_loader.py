@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data import ArrayData, Augment, BatchOrder, DataSet, Loader, Task, sequential_batches
+from shoal.data import ArrayData, Augment, BatchOrder, DataSet, Loader, Part, Task, sequential_batches
 from shoal.errors import DataError
 
 
@@ -111,3 +111,40 @@ def test_sequential_batches_give_every_sample_once_in_order(data: DataSet) -> No
 def test_an_order_for_another_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"order is for 10 samples, but the data set has 20"):
         Loader(in_memory(20), BatchOrder(samples=10, batch=2))
+
+
+def segments(samples: int) -> ArrayData:
+    draws = np.random.default_rng(0)
+    x = draws.integers(0, 256, (samples, 2, 6, 7), dtype=np.uint8)
+    return ArrayData(x, draws.integers(0, 3, (samples, 6, 7)), classes=3)
+
+
+@pytest.mark.parametrize("augment", [None, Augment.parse("flip,shift:2", seed=5)])
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        ((slice(1, 3), slice(0, 2), slice(0, 6), slice(0, 7)), (slice(1, 3), slice(0, 6), slice(0, 7))),
+        ((slice(0, 4), slice(0, 2), slice(3, 6), slice(2, 7)), (slice(0, 4), slice(3, 6), slice(2, 7))),
+        ((slice(0, 4), slice(1, 2), slice(0, 3), slice(0, 7)), (slice(2, 3), slice(0, 6), slice(4, 7))),
+        ((slice(0, 0), slice(0, 2), slice(0, 6), slice(0, 7)), (slice(0, 0), slice(0, 6), slice(0, 7))),
+        ((slice(0, 0), slice(0, 2), slice(0, 6), slice(0, 7)), (slice(3, 4), slice(0, 6), slice(0, 7))),
+    ],
+)
+def test_a_part_is_that_box_of_the_whole_batch(
+    augment: Augment | None, x: tuple[slice, ...], y: tuple[slice, ...]
+) -> None:
+    order = BatchOrder(samples=11, batch=4, seed=3)
+    whole = Loader(segments(11), order, augment)
+    part = Loader(segments(11), order, augment, Part(x, y))
+    for (all_x, all_y), (own_x, own_y) in zip(whole.epoch(2), part.epoch(2), strict=True):
+        assert torch.equal(own_x, all_x[x])
+        assert torch.equal(own_y, all_y[y])
+
+
+def test_parts_of_sequential_batches_follow_their_size() -> None:
+    def second_half(size: int) -> Part:
+        rows = slice((size + 1) // 2, size)
+        return Part((rows, slice(0, 1), slice(0, 1), slice(0, 1)), (rows,))
+
+    assert labels(list(sequential_batches(in_memory(7), 4, second_half))) == [[2, 3], [6]]
+    assert labels(list(sequential_batches(Slow(7), 4, second_half))) == [[2, 3], [6]]
