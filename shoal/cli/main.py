@@ -1,18 +1,26 @@
 """The command `shoal`: finds the subcommand, turns errors into one message and an exit code."""
 
 import sys
+import time
 from importlib import import_module
 from typing import NoReturn
 
 import click
 
 from shoal._version import __version__
-from shoal.errors import ShoalError, suggestion
+from shoal.errors import ConfigError, DivergedError, InputError, ShoalError, StoppedError, suggestion
 
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
+
+
+LOST_SECONDS = 1.0
+"""What a rank that lost another waits before it says so, for the cause to be told first."""
+
+_ALIKE = (InputError, DivergedError, StoppedError, click.ClickException, click.Abort, KeyboardInterrupt)
+"""What all ranks find at the same time."""
 
 
 class _LazyGroup(click.Group):
@@ -50,24 +58,60 @@ def main() -> NoReturn:
     """Run the command line. Exit 0: done; 1: a run failed; 2: bad input; 130: interrupted."""
     try:
         shoal.main(prog_name="shoal", standalone_mode=False)
-    except ShoalError as error:
-        _say(error.problem, error.remedy)
-        sys.exit(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        sys.exit(2)
-    except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "shoal"
-        _say(error.format_message(), f"See `{command} --help`.")
-        sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        _say("interrupted before training began.", "Nothing was left behind; run the command again.")
-        sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as in `shoal doctor | head -1`
         sys.stderr.close()
         sys.exit(1)
+    except BaseException as error:
+        _end_as_rank(error)
+        text, code = _told(error)
+        click.echo(text, err=not isinstance(error, click.exceptions.NoArgsIsHelpError))
+        sys.exit(code)
     sys.exit(0)
 
 
-def _say(problem: str, remedy: str) -> None:
-    click.echo(f"shoal: {problem}\n{remedy}", err=True)
+def _told(error: BaseException) -> tuple[str, int]:
+    """The message for people and the exit code; our own bugs are raised again, with their traceback."""
+    match error:
+        case ShoalError():
+            remote = f"\n{error.__cause__}" if type(error.__cause__).__name__ == "RemoteError" else ""
+            return f"shoal: {error}{remote}", error.exit_code
+        case click.exceptions.NoArgsIsHelpError():
+            return error.format_message(), 2
+        case click.ClickException():
+            command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "shoal"
+            return f"shoal: {error.format_message()}\nSee `{command} --help`.", 2
+        case KeyboardInterrupt() | click.Abort():
+            remedy = "Nothing was left behind; run the command again."
+            return f"shoal: interrupted before training began.\n{remedy}", 130
+        case _:
+            raise error
+
+
+def _end_as_rank(error: BaseException) -> None:
+    """Where torchrun or srun started this process beside others, end it so that people read the cause first.
+
+    What all ranks found alike rank 0 tells; a rank's own failure that rank tells at once; a rank that merely lost
+    another waits a moment and says no more than that.
+    """
+    from shoal import launching  # only now: `shoal --help` need not load it
+
+    try:
+        world = launching.surrounding()
+    except ConfigError:  # which may be what is told here
+        return
+    if world is None or world.size == 1 or isinstance(error, SystemExit):
+        return
+    failure = launching.Failure.of(error, world.rank)
+    text, code = "", 1
+    if isinstance(error, _ALIKE):
+        text, code = _told(error)
+        text = text if world.rank == 0 else ""
+    elif failure.is_cause:
+        text, code = _told(failure.described())
+    else:
+        time.sleep(LOST_SECONDS)
+        where = "".join(f", {note}" for note in failure.notes)
+        text = f"shoal: rank {world.rank} lost another rank{where}: {failure.what}."
+    if text:
+        click.echo(text, err=True)
+    launching.leave(code)

@@ -1,7 +1,7 @@
 """How a run shows itself: a moving bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,11 @@ def progress_for_people() -> Listener:
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
+def _workers(job: Job) -> str:
+    ranks = job.network.ranks
+    return f"{ranks} workers, plan {job.network.plan.name}, " if ranks > 1 else ""
+
+
 class _Lines(Listener):
     """One line per test, and one every few seconds in between."""
 
@@ -34,17 +39,20 @@ class _Lines(Listener):
         self._last_line = time.monotonic()
         self._loss = float("nan")
 
+    def __reduce__(self) -> tuple[Callable[[], Listener], tuple[()]]:
+        """On its way to rank 0, which shows the run: whatever suits the output there."""
+        return progress_for_people, ()
+
     def started(self, job: Job, progress: RunProgress, folder: RunFolder) -> None:
         config = job.config
         self._epochs = config.epochs
-        parameters = sum(p.numel() for p in job.model.parameters())
         self._print(
-            f"{config.model} ({parameters:,} parameters) on {config.data} "
+            f"{config.model} ({job.network.parameters:,} parameters) on {config.data} "
             f"({len(job.splits.train):,} + {len(job.splits.test):,} samples, {job.splits.origin})"
         )
         self._print(
             f"{config.epochs} epochs of {job.loader.order.steps_per_epoch} steps, batch {config.batch}, "
-            f"{job.device}, threads {config.threads}, results in {folder.path}"
+            f"{_workers(job)}{job.device}, threads {config.threads}, results in {folder.path}"
         )
         if progress.steps:
             self._print(f"going on after step {progress.steps}")
@@ -76,6 +84,10 @@ class _Lines(Listener):
         table.add_row("step", f"{show_seconds(result.step_seconds_median)} (median)")
         table.add_row("time", show_seconds(result.wall_seconds))
         table.add_row("peak memory", ", ".join(map(show_bytes, result.peak_memory_bytes)))
+        if result.workers > 1:
+            sent = result.bytes_per_step
+            table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
+            table.add_row("  predicted", show_bytes(sent.predicted))
         table.add_row("results", str(folder.path))
         self.console.print(table)
 

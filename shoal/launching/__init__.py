@@ -6,7 +6,7 @@ host, `failure.py` decides what went wrong first.
 
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import joined
-from shoal.launching.ranks import run
+from shoal.launching.ranks import leave, run
 from shoal.launching.world import World, surrounding
 
-__all__ = ["World", "surrounding", "joined", "run", "Failure", "RemoteError"]
+__all__ = ["World", "surrounding", "joined", "run", "leave", "Failure", "RemoteError"]

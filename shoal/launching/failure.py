@@ -63,6 +63,23 @@ class Failure:
             trace="".join(traceback.format_exception(error)),
         )
 
+    def described(self) -> ShoalError:
+        """The error that tells of a cause: its own class where it is one of ours, with the rank and the layer."""
+        where = "".join(f", {note}" for note in self.notes)
+        if self.error is not None:
+            return type(self.error)(f"rank {self.rank}{where}: {self.error.problem}", self.error.remedy)
+        if self.kind == "died":
+            return RunError(
+                f"rank {self.rank} {self.what}.",
+                "The other ranks were ended. What was killed may have run out of memory: see the system's log.",
+            )
+        error = RunError(
+            f"rank {self.rank} failed{where}: {self.what}.",
+            "The run ends on all ranks. The failed rank's traceback follows.",
+        )
+        error.__cause__ = RemoteError(self.trace)
+        return error
+
     @classmethod
     def of_death(cls, rank: int, exit_code: int | None) -> "Failure":
         """A process that ended without a report."""
@@ -88,26 +105,8 @@ def explain(failures: Sequence[Failure], ended: Sequence[int], running: Sequence
     first = min(failures, key=lambda failure: (not failure.is_cause, failure.when))
     if first.is_cause or first.kind == "stopped":
         same = len({str(failure.error) for failure in failures}) == 1 and not (ended or running)
-        return _raised(first, everywhere=same and first.error is not None)
+        return first.error if same and first.error is not None else first.described()
     return _lost(first, failures, ended, running, timeout)
-
-
-def _raised(failure: Failure, *, everywhere: bool) -> ShoalError:
-    where = "".join(f", {note}" for note in failure.notes)
-    if failure.error is not None:
-        context = "" if everywhere else f"rank {failure.rank}{where}: "
-        return type(failure.error)(context + failure.error.problem, failure.error.remedy)
-    if failure.kind == "died":
-        return RunError(
-            f"rank {failure.rank} {failure.what}.",
-            "The other ranks were ended. A killed process is often one that ran out of memory: see the system's log.",
-        )
-    error = RunError(
-        f"rank {failure.rank} failed{where}: {failure.what}.",
-        "The other ranks were ended. The failed rank's traceback follows.",
-    )
-    error.__cause__ = RemoteError(failure.trace)
-    return error
 
 
 def _lost(

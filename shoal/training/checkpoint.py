@@ -12,10 +12,15 @@ from shoal.errors import CheckpointError
 from shoal.files import write_atomically
 from shoal.training.job import Job
 
-SCHEMA = "shoal.checkpoint/1"
+SCHEMA = "shoal.checkpoint/2"
 
 # What may change when a run goes on: nothing that the state so far depends on.
-CHANGEABLE = frozenset({"epochs", "threads", "device", "eval_every", "checkpoint_every", "log_every", "out"})
+CHANGEABLE = frozenset(
+    {
+        *("epochs", "eval_every", "checkpoint_every", "log_every", "out"),
+        *("workers", "plan", "recompute", "timeout", "threads", "device"),
+    }
+)
 
 
 @dataclass
@@ -27,13 +32,19 @@ class Progress:
     steps: int
     """Optimizer steps done."""
     losses: torch.Tensor
-    """Sums of the steps' losses, of this epoch and since the last line of metrics; float64, on the device."""
+    """Sums of the steps' losses, of this epoch and since the last line of metrics; float64, on the device.
+
+    On several ranks, what this rank adds to those sums: they are put together only where they are needed.
+    """
     last_loss: float
     """Mean loss of the last whole epoch."""
     step_seconds: list[float]
     wall_seconds: float
     metrics_length: int
     """Bytes of metrics.jsonl that belong to the steps done."""
+    sent_bytes: int = 0
+    """What all ranks sent in `sent_steps` steps under the present plan, up to where this process took over."""
+    sent_steps: int = 0
 
     @classmethod
     def start(cls, device: torch.device) -> Self:
@@ -43,26 +54,35 @@ class Progress:
 
 
 def save(path: Path, job: Job, progress: Progress) -> None:
-    """Write network, optimizer, random state and progress. Costs one copy of the weights and momenta."""
+    """Write network, optimizer, random state and progress: whole tensors, so that any plan can go on from them.
+
+    Costs one copy of the weights and momenta on rank 0, which writes. Collective.
+    """
+    model, optimizer = job.network.states(job.optimizer)
+    losses = job.network.gather(progress.losses.tolist())
+    if job.network.rank:
+        return
     content = {
         "schema": SCHEMA,
         "config": job.config.model_dump(mode="json"),
-        "model": job.model.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
         "random": _random_state(job.device),
         "position": progress.position.to_dict(),
         "steps": progress.steps,
-        "losses": progress.losses,
+        "losses": torch.tensor(losses, dtype=torch.float64),
         "last_loss": progress.last_loss,
         "step_seconds": torch.tensor(progress.step_seconds, dtype=torch.float64),
         "wall_seconds": progress.wall_seconds,
         "metrics_length": progress.metrics_length,
+        "sent_bytes": progress.sent_bytes,
+        "sent_steps": progress.sent_steps,
     }
     write_atomically(path, lambda draft: torch.save(content, draft))
 
 
 def restore(path: Path, job: Job) -> Progress:
-    """Put `job` where the run stood that wrote `path`; it then goes on bit for bit.
+    """Put `job` where the run stood that wrote `path`; on as many workers under the same plan it goes on bit for bit.
 
     A file that is damaged, of another version, or of other settings (but for `CHANGEABLE`) is a
     `CheckpointError`; `job` must then not be used.
@@ -80,18 +100,27 @@ def restore(path: Path, job: Job) -> Progress:
             f"checkpoint {str(path)!r} was not written by this version.", f"It needs the schema {SCHEMA!r}."
         )
     _check_settings(content["config"], job)
-    job.model.load_state_dict(content["model"])
-    job.optimizer.load_state_dict(content["optimizer"])
+    job.network.load(content["model"], content["optimizer"], job.optimizer, steps=content["steps"])
     _set_random_state(content["random"], job.device)
+    same = all(content["config"][name] == getattr(job.config, name) for name in ("plan", "workers", "recompute"))
     return Progress(
         position=Position.from_dict(content["position"]),
         steps=content["steps"],
-        losses=content["losses"],
+        losses=_own_losses(content["losses"], job),
         last_loss=content["last_loss"],
         step_seconds=content["step_seconds"].tolist(),
         wall_seconds=content["wall_seconds"],
         metrics_length=content["metrics_length"],
+        sent_bytes=content["sent_bytes"] if same else 0,
+        sent_steps=content["sent_steps"] if same else 0,
     )
+
+
+def _own_losses(table: torch.Tensor, job: Job) -> torch.Tensor:
+    """Each rank its own row, so that sums go on bit for bit; with other ranks than before, rank 0 takes all."""
+    if len(table) == job.network.ranks:
+        return table[job.network.rank].clone()
+    return table.sum(0) if job.network.rank == 0 else torch.zeros_like(table[0])
 
 
 def _check_settings(before: dict[str, Any], job: Job) -> None:

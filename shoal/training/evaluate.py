@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.data import DataSet, sequential_batches
+from shoal.training.network import Network
 
 
 @dataclass(frozen=True)
@@ -21,28 +22,25 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module,
+    network: Network,
     data: DataSet,
     *,
     batch: int,
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Test `model` on every sample of `data`, in evaluation mode; None if `stop` said so meanwhile.
+    """Test `network` on every sample of `data`, in evaluation mode; None if `stop` said so meanwhile.
 
-    Leaves the network in training mode and the random state untouched.
+    Ranks share each batch as in training; their counts are summed once, at the end. Leaves the network in training
+    mode and the random state untouched.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=device)
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for x, y in sequential_batches(data, batch):
-                if stop():
-                    return None
-                totals += _counts(model(x.to(device)), y.to(device))
-    finally:
-        model.train()
-    loss, right, count, overlap, union = totals.tolist()
+    with network.evaluating() as (model, part), torch.inference_mode():
+        for x, y in sequential_batches(data, batch, part):
+            if stop():
+                return None
+            totals += _counts(model(x.to(device)), y.to(device))
+    loss, right, count, overlap, union = map(sum, zip(*network.gather(totals.tolist()), strict=True))
     iou = (overlap / union if union else 1.0) if data.task == "segment" else None
     return Evaluation(loss / count, right / count, iou)
 

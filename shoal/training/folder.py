@@ -47,17 +47,23 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @classmethod
-    def create(cls, config: TrainConfig) -> Self:
-        """Make the folder (a new one under `runs/` unless the config names one) and prove it writable.
-
-        A folder that already holds a run is an `OutputError`: results are never overwritten.
-        """
+    def free(cls, config: TrainConfig) -> Self:
+        """The folder that `create` would make, nothing done yet; one that already holds a run is an `OutputError`."""
         folder = cls(config.out or _fresh_name(config))
         if folder.checkpoint.exists() or folder.result.exists():
             raise OutputError(
                 f"--out {str(folder.path)!r} already holds a run.",
                 f"Give another --out, or go on with that run: shoal train --resume {folder.path}",
             )
+        return folder
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> Self:
+        """Make the folder (a new one under `runs/` unless the config names one) and prove it writable.
+
+        A folder that already holds a run is an `OutputError`: results are never overwritten.
+        """
+        folder = cls.free(config)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.metrics.touch()

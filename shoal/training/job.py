@@ -4,28 +4,35 @@ Whatever can be wrong with the user's input is found here: model, data, sizes, d
 can be trained.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from shoal import data, zoo
+from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError, InputError, ModelError
 from shoal.machine import cores
+from shoal.training.network import Network, on_one_device
+from shoal.transport import Transport
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One network, its data in their order, and the optimizer, on their device."""
+    """One network, its data in their order, and the optimizer, on their device; on one rank or on each of many."""
 
     config: TrainConfig
     """With every `auto` and `default` replaced by what it stood for."""
     splits: Splits
-    model: nn.Module
+    network: Network
     optimizer: torch.optim.SGD
     loader: Loader
+    """Gives this rank's part of every training batch."""
     device: torch.device
 
     @property
@@ -34,34 +41,76 @@ class Job:
         return self.config.epochs * self.loader.order.steps_per_epoch
 
 
-def prepare(config: TrainConfig) -> Job:
-    """Build what `config` asks for. Seeds torch; any `InputError` of a run is raised here.
+def prepare(config: TrainConfig, transport: Transport, *, ranks_here: int | None = None) -> Job:
+    """Build what `config` asks for, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
 
-    Same config, machine and thread count: same weights and same batches, bit for bit.
+    Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
+    this host's cores; all of them do unless given.
     """
     device = _choose_device(config.device)
-    threads = config.threads or max(1, cores() // config.workers)
+    threads = config.threads or max(1, cores() // (ranks_here or config.workers))
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
+    config = config.model_copy(update={"threads": threads, "device": str(device)})
+    splits, loader, model = agree(transport, lambda: load_whole(config, device))
+    config = config.model_copy(update={"data": splits.name})
+    network = on_one_device(model, config.plan)
+    if transport.world > 1:
+        from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
+        shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
+        network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits))
+    loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
+    optimizer = torch.optim.SGD(
+        network.module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    return Job(config, splits, network, optimizer, loader, device)
+
+
+def agree(transport: Transport, attempt: Callable[[], Result]) -> Result:
+    """`attempt` on all ranks. Where one finds the user's input wrong all raise its error, so that nobody waits."""
+    error, result = None, None
+    try:
+        result = attempt()
+    except InputError as found:
+        if transport.world == 1:
+            raise
+        error = found
+    errors = transport.gather_objects(error)
+    wrong = [rank for rank, one in enumerate(errors) if one is not None]
+    if wrong:
+        first = errors[wrong[0]]
+        alone = len({str(one) for one in errors}) > 1
+        raise type(first)(f"rank {wrong[0]}: {first.problem}" if alone else first.problem, first.remedy) from None
+    return cast(Result, result)
+
+
+def load_whole(config: TrainConfig, device: torch.device) -> tuple[Splits, Loader, nn.Module]:
+    """Data and network, whole, found to fit each other; nearly every `InputError` of a run is raised here."""
+    planning.check(config.plan, config.workers)
     splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
-    config = config.model_copy(update={"data": splits.name, "threads": threads, "device": str(device)})
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
     loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
-
     torch.manual_seed(config.seed)
-    model = zoo.build(
+    model = _build(config, splits).to(device)
+    _check_fit(model, config.model, splits, loader)
+    return splits, loader, model
+
+
+def _build(config: TrainConfig, splits: Splits) -> nn.Module:
+    return zoo.build(
         config.model,
         input=splits.train.shape,
         classes=splits.train.classes,
         options=config.model_options,
-    ).to(device)
-    _check_fit(model, config.model, splits, loader)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
-    return Job(config, splits, model, optimizer, loader, device)
+
+
+def _train_shape(loader: Loader) -> tuple[int, ...]:
+    """Of a whole training batch."""
+    sample = loader.data.shape
+    return (loader.order.batch, *(loader.augment.out_shape(sample) if loader.augment else sample))
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -1,10 +1,11 @@
-"""Train one network on one worker, from settings to `result.json`.
+"""Train a network that is prepared, to `result.json`; the same loop on one rank and on each of many.
 
-    prepare (job.py)  ->  [ step ... step, test ]  per epoch  ->  result
-                             \\ metrics.jsonl        \\ checkpoint.pt
+    [ step ... step, test ]  per epoch  ->  result
+        \\ metrics.jsonl       \\ checkpoint.pt
 
 Same settings, same machine, same thread count: same weights, bit for bit, also when the run was stopped
-and resumed at any step in between.
+and resumed at any step in between. Of many ranks, rank 0 writes all files and tells the listener; all take the
+same decisions.
 """
 
 import math
@@ -12,27 +13,24 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
-from torch.nn import functional as F
 
-from shoal.config import TrainConfig, read_recipe
 from shoal.data import Position
-from shoal.errors import CheckpointError, DivergedError, StoppedError
+from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.machine import peak_resident_bytes
-from shoal.plan import data_parallel
 from shoal.result import BytesPerStep, RunResult, versions
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.evaluate import Evaluation, evaluate
 from shoal.training.folder import RunFolder
 from shoal.training.interrupt import StopSignal
-from shoal.training.job import Job, prepare
+from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
 from shoal.training.metrics import MetricsFile
 
@@ -56,51 +54,19 @@ class Listener:
         """Nothing more will be heard, whether the run finished, failed or was interrupted."""
 
 
-def train(config: TrainConfig, listener: Listener | None = None) -> RunResult:
-    """Run a new training as `config` says and write its folder.
-
-    Raises `InputError` before anything is trained, `DivergedError` when the loss is no number, and
-    `StoppedError` after Ctrl-C or SIGTERM, when all files are whole and a checkpoint is left.
-    """
-    job = prepare(config)
-    folder = RunFolder.create(job.config)
-    write_text_atomically(folder.config, job.config.to_yaml())
-    data_parallel(job.config.workers).save(folder.plan)
-    return _Run(job, folder, Progress.start(job.device), listener or Listener()).complete()
-
-
-def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = None) -> RunResult:
-    """Go on with the run in `path`, bit for bit as if it had never stopped.
-
-    `changes` are settings given anew; those that the state so far depends on are refused. A finished run
-    can go on only with more epochs.
-    """
-    folder = RunFolder.open(path)
-    config = TrainConfig.parse({**read_recipe(folder.config), **changes, "out": path}, source="--resume: ")
-    job = prepare(config)
-    progress = checkpoint.restore(folder.checkpoint, job)
-    if progress.position.epoch >= config.epochs and folder.result.exists():
-        raise CheckpointError(
-            f"--resume {str(path)!r}: that run has finished its {progress.position.epoch} epochs.",
-            f"Ask for more with --epochs {progress.position.epoch + 5}, or start another run.",
-        )
-    write_text_atomically(folder.config, job.config.to_yaml())
-    return _Run(job, folder, progress, listener or Listener()).complete()
-
-
 def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
-    """One step of SGD on one batch; returns its loss, detached and still on the device."""
+    """One step of SGD on this rank's part of a batch; returns what its loss adds to the batch's, on the device."""
     for group in job.optimizer.param_groups:
         group["lr"] = rate
     job.optimizer.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(job.model(x.to(job.device)), y.to(job.device))
+    loss = job.network.loss(x.to(job.device), y.to(job.device))
     torch.autograd.backward(loss)
     job.optimizer.step()
-    return loss.detach()
+    return job.network.part_in_mean(loss, y)
 
 
-class _Run:
-    """A job on its way through its folder. Made once, completed once."""
+class Run:
+    """A job on its way through its folder. Made once, completed once; on several ranks, by all of them."""
 
     def __init__(self, job: Job, folder: RunFolder, progress: Progress, listener: Listener) -> None:
         self.job = job
@@ -108,6 +74,7 @@ class _Run:
         self.progress = progress
         self.listener = listener
         self._begun = time.perf_counter() - progress.wall_seconds
+        self._first_step = progress.steps
 
     def complete(self) -> RunResult:
         """Train and test what is left of the run, write its result and tell the listener."""
@@ -120,10 +87,8 @@ class _Run:
 
     def _train_and_test(self) -> RunResult:
         job, progress = self.job, self.progress
-        with (
-            StopSignal() as stop,
-            MetricsFile(self.folder.metrics, length=progress.metrics_length) as metrics,
-        ):
+        path = self.folder.metrics if self._keeps_files else None
+        with StopSignal() as stop, MetricsFile(path, length=progress.metrics_length) as metrics:
             self.listener.started(job, progress, self.folder)
             tested: Evaluation | None = None
             while progress.position.epoch < job.config.epochs:
@@ -131,9 +96,15 @@ class _Run:
                 tested = self._test(metrics, stop) if self._test_is_due() else None
                 self._end_epoch(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
-            write_atomically(self.folder.weights, lambda draft: save_model(job.model, str(draft)))
-            write_text_atomically(self.folder.result, result.to_json())
+            whole = job.network.whole()
+            if whole is not None:
+                write_atomically(self.folder.weights, lambda draft: save_model(whole, str(draft)))
+                write_text_atomically(self.folder.result, result.to_json())
         return result
+
+    @property
+    def _keeps_files(self) -> bool:
+        return self.job.network.rank == 0
 
     def _train_epoch(self, metrics: MetricsFile, stop: StopSignal) -> None:
         """From the position to the end of its epoch. The loop that has to be as fast as a bare one."""
@@ -160,7 +131,7 @@ class _Run:
                 self.listener.stepped(progress)
                 if (step + 1) % config.log_every == 0 or step + 1 == steps_per_epoch:
                     self._log_steps(metrics, rate)
-                if stop:
+                if job.network.agreed(bool(stop)):
                     self._interrupt(metrics)
 
     def _log_steps(self, metrics: MetricsFile, rate: float) -> None:
@@ -169,7 +140,7 @@ class _Run:
         step = progress.position.step
         count = step % config.log_every or min(config.log_every, step)
         seconds = sum(progress.step_seconds[-count:])
-        loss = progress.losses[1].item() / count
+        loss = self._over_ranks(progress.losses[1]) / count
         progress.losses[1] = 0
         if not math.isfinite(loss):
             raise DivergedError(
@@ -186,6 +157,9 @@ class _Run:
             samples_per_sec=count * config.batch / seconds,
             step_time_ms=1000 * seconds / count,
         )
+
+    def _over_ranks(self, value: Tensor) -> float:
+        return sum(number for (number,) in self.job.network.gather([value.item()]))
 
     def _test_is_due(self) -> bool:
         done = self.progress.position.epoch + 1
@@ -207,13 +181,17 @@ class _Run:
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         job = self.job
         tested = evaluate(
-            job.model, job.splits.test, batch=job.config.batch, device=job.device, stop=lambda: bool(stop)
+            job.network,
+            job.splits.test,
+            batch=job.config.batch,
+            device=job.device,
+            stop=lambda: job.network.agreed(bool(stop)),
         )
         return tested or self._interrupt(metrics)
 
     def _end_epoch(self, metrics: MetricsFile) -> None:
         progress = self.progress
-        progress.last_loss = progress.losses[0].item() / progress.position.step
+        progress.last_loss = self._over_ranks(progress.losses[0]) / progress.position.step
         progress.losses.zero_()
         progress.position = Position(progress.position.epoch + 1, 0)
         last = progress.position.epoch == self.job.config.epochs
@@ -222,6 +200,7 @@ class _Run:
 
     def _interrupt(self, metrics: MetricsFile) -> NoReturn:
         self._save(metrics)
+        self.job.network.gather([])  # whoever started the ranks may end them all when the first has left
         position, config = self.progress.position, self.job.config
         raise StoppedError(
             f"stopped in epoch {position.epoch + 1} of {config.epochs}, after step {position.step} of "
@@ -232,18 +211,30 @@ class _Run:
     def _save(self, metrics: MetricsFile) -> None:
         self.progress.metrics_length = metrics.length
         self.progress.wall_seconds = time.perf_counter() - self._begun
-        checkpoint.save(self.folder.checkpoint, self.job, self.progress)
+        sent, steps = self._sent()
+        checkpoint.save(self.folder.checkpoint, self.job, replace(self.progress, sent_bytes=sent, sent_steps=steps))
+
+    def _sent(self) -> tuple[int, int]:
+        """What all ranks sent in training steps under this plan, and in how many steps."""
+        here = sum(int(number) for (number,) in self.job.network.gather([self.job.network.bytes_sent()]))
+        progress = self.progress
+        return progress.sent_bytes + here, progress.sent_steps + progress.steps - self._first_step
 
     def _write(self, metrics: MetricsFile, **values: object) -> None:
-        metrics.write(**values)
-        self.listener.logged(values)
+        if self._keeps_files:
+            metrics.write(**values)
+            self.listener.logged(values)
 
     def _result(self, tested: Evaluation) -> RunResult:
-        config, progress = self.job.config, self.progress
+        """What the run did, as all ranks know it."""
+        config, progress, network = self.job.config, self.progress, self.job.network
+        sent, steps = self._sent()
+        own = [network.bytes_per_step(), _peak_memory(self.job.device)]
+        predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
         return RunResult(
             model=config.model,
             data=config.data,
-            plan="data",
+            plan=network.plan.name,
             exchange="none",
             workers=config.workers,
             replicas=1,
@@ -257,11 +248,11 @@ class _Run:
             test_iou=tested.iou,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.batch / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=0, counted=0),  # one rank: there is nobody to send to
-            peak_memory_bytes=[_peak_memory(self.job.device)],
+            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
+            peak_memory_bytes=list(peaks),
             staleness=None,
             wall_seconds=time.perf_counter() - self._begun,
-            parameters=sum(p.numel() for p in self.job.model.parameters()),
+            parameters=network.parameters,
             batch=config.batch,
             threads=torch.get_num_threads(),
             device=str(self.job.device),

@@ -1,16 +1,20 @@
 """`metrics.jsonl`: one JSON object per line, written as the run goes."""
 
+import io
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 
 class MetricsFile:
-    """Appends whole lines. Opened at a given length, so that a resumed run repeats no line."""
+    """Appends whole lines. Opened at a given length, so that a resumed run repeats no line.
 
-    def __init__(self, path: Path, *, length: int = 0) -> None:
-        self._file = path.open("r+b")
+    Without a path nothing is written: of many ranks one keeps the file.
+    """
+
+    def __init__(self, path: Path | None, *, length: int = 0) -> None:
+        self._file: BinaryIO = io.BytesIO() if path is None else path.open("r+b")
         self._file.truncate(length)
         self._file.seek(length)
 

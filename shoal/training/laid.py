@@ -1,0 +1,193 @@
+"""A network in training that is laid over ranks: this rank's part of it, and what the loop must know of the others.
+
+What the ranks decide (stop, diverged) comes from values that are equal on all of them, so they decide alike.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.config import TrainConfig
+from shoal.data import Part
+from shoal.execution import (
+    ParallelModule,
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_full_state_dict,
+)
+from shoal.execution.boundary import IO, even_shares
+from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.partition import Box
+from shoal.planning import resolve
+from shoal.traffic import total
+from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
+from shoal.transport import Transport
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of global batches."""
+
+    train: Shape
+    test: Shape
+    segments: bool
+    """Whether a label belongs to a pixel and not to a sample."""
+
+    def labels(self, shape: Shape) -> Shape:
+        """The shape of the labels of a batch of this shape."""
+        return (shape[0], *shape[2:]) if self.segments else shape[:1]
+
+
+class LaidNetwork(Network):
+    """This rank's part of the network."""
+
+    module: ParallelModule
+
+    def __init__(
+        self,
+        module: ParallelModule,
+        tester: ParallelModule,
+        transport: Transport,
+        shapes: Shapes,
+        io: IO,
+        parameters: int,
+        build: Callable[[], nn.Module],
+    ) -> None:
+        super().__init__(module, module.plan, parameters)
+        self.rank, self.ranks = transport.rank, transport.world
+        self._tester = tester  # the same as `module` unless test samples have another shape
+        self._current = module
+        self._transport, self._shapes, self._io, self._build = transport, shapes, io, build
+        self._sent_aside = transport.sent.bytes
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.module(x, y)
+        return result
+
+    def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
+        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)))
+
+    def agreed(self, wish: bool) -> bool:
+        # The wish travels with the numbers that ranks tell each other at the start of every forward pass.
+        agreed = self._current.flagged
+        self._current.flag = wish
+        return agreed
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        return self._transport.gather_numbers(numbers)
+
+    def training_part(self) -> Part:
+        return self._part(self.module, self._shapes.train)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[tuple[nn.Module, PartOf]]:
+        with self._aside():
+            if self._tester is not self.module:
+                load_full_state_dict(self._tester, full_state_dict(self.module))
+            self._current = self._tester.eval()
+            try:
+                yield self._tester, lambda size: self._part(self._tester, (size, *self._shapes.test[1:]))
+            finally:
+                self._tester.train()
+                self._current = self.module
+
+    def bytes_per_step(self) -> int:
+        return total(self.module.predicted()).bytes
+
+    def bytes_sent(self) -> int:
+        return self._transport.sent.bytes - self._sent_aside
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is sent inside is no part of a training step."""
+        before = self._transport.sent.bytes
+        try:
+            yield
+        finally:
+            self._sent_aside += self._transport.sent.bytes - before
+
+    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
+        with self._aside():
+            return full_state_dict(self.module, rank0_only=True), full_optimizer_state(self.module, optimizer)
+
+    def load(
+        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, steps: int
+    ) -> None:
+        load_full_state_dict(self.module, model)
+        load_full_optimizer_state(self.module, optimizer, state)
+        self.module.steps = steps  # dropout's masks depend on it
+
+    def whole(self) -> nn.Module | None:
+        with self._aside():
+            full = full_state_dict(self.module, rank0_only=True)
+        if self.rank:
+            return None
+        module = self._build()
+        module.load_state_dict(full)
+        return module
+
+    def _part(self, module: ParallelModule, shape: Shape) -> Part:
+        labels = self._shapes.labels(shape)
+        if self._io == "share":
+            shares = even_shares(shape[0], self.ranks)
+            start = sum(shares[: self.rank])
+            rows = slice(start, start + shares[self.rank])
+            return Part((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
+        result = module.output_tile(shape[0])
+        if result is not None and len(result) > len(labels):  # of scores, which have channels
+            result = (*result[:1], *result[2:])
+        return Part(_window(module.input_tile(shape[0]), shape), _window(result, labels))
+
+
+def lay_over_ranks(
+    model: nn.Module, config: TrainConfig, transport: Transport, shapes: Shapes, build: Callable[[], nn.Module]
+) -> LaidNetwork:
+    """Lay `model` over all ranks as `config` says. Collective. `build` makes the same module anew.
+
+    Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
+    """
+    captured = capture_modes(model, shapes.train, F.cross_entropy)
+    io = _io_for(config.plan, captured, transport.world)
+
+    def laid(captured: Captured) -> ParallelModule:
+        return lay(
+            captured,
+            config.plan,
+            transport,
+            io=io,
+            batch_norm=config.batch_norm,
+            recompute=config.recompute,
+            seed=config.seed,
+        )
+
+    module = laid(captured)
+    tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_modes(model, shapes.test))
+    return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), build)
+
+
+def _io_for(plan: str, captured: Captured, ranks: int) -> IO:
+    graph = captured.graphs[True]
+    names = [layer.name for one in captured.graphs.values() for layer in one.layers]
+    cuts = resolve(plan, graph, ranks, names).cuts
+    x = next(iter(graph.inputs))
+    first = next(layer.name for layer in graph.layers if x in layer.reads)
+    return "tile" if any(cuts[first].degree(dim) > 1 for dim in "dhw") else "share"
+
+
+def _all_of(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def _window(box: Box | None, shape: Shape) -> tuple[slice, ...]:
+    """A rank without a box has no sample, of the whole sample's shape."""
+    if box is None:
+        return slice(0, 0), *_all_of(shape[1:])
+    return tuple(slice(span.start, span.stop) for span in box)

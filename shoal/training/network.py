@@ -1,0 +1,99 @@
+"""A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.data import Part
+from shoal.partition import Cut
+from shoal.plan import Plan
+
+PartOf = Callable[[int], Part]
+OptimizerState = Mapping[str, Mapping[str, Any]]
+"""What the optimizer remembers, by the parameter's name."""
+
+
+class Network:
+    """The whole network in this process, and what the loop asks of any network.
+
+    Methods marked "collective" are called by all ranks.
+    """
+
+    rank, ranks = 0, 1
+
+    def __init__(self, module: nn.Module, plan: Plan, parameters: int) -> None:
+        self.module = module
+        """What the optimizer trains."""
+        self.plan = plan
+        self.parameters = parameters
+        """Of the whole network."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of this rank's part of a batch, for `backward`. Collective."""
+        return F.cross_entropy(self.module(x), y)
+
+    def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
+        """What this rank's loss adds to the mean over the whole batch."""
+        return loss.detach()
+
+    def agreed(self, wish: bool) -> bool:
+        """Whether a rank wished so when the last batch began; `wish` counts from the next on. Alone: at once."""
+        return wish
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """A few numbers of every rank. Collective."""
+        return [list(numbers)]
+
+    def training_part(self) -> Part | None:
+        """What this rank reads of every training batch; None for all of it."""
+        return None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[tuple[nn.Module, PartOf | None]]:
+        """The network in evaluation mode, and what this rank reads of a batch of some size. Collective."""
+        self.module.eval()
+        try:
+            yield self.module, None
+        finally:
+            self.module.train()
+
+    def bytes_per_step(self) -> int:
+        """What this rank sends in a training step, predicted from the plan alone."""
+        return 0
+
+    def bytes_sent(self) -> int:
+        """What this rank has sent in training steps so far, as counted."""
+        return 0
+
+    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
+        """Whole tensors of network and optimizer, under the original names, on rank 0; empty elsewhere. Collective."""
+        parameters = self.module.named_parameters()
+        remembered = {name: dict(optimizer.state[p]) for name, p in parameters if p in optimizer.state}
+        return self.module.state_dict(), remembered
+
+    def load(
+        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, steps: int
+    ) -> None:
+        """Take over what `states` gave after so many steps."""
+        self.module.load_state_dict(model)
+        parameters = dict(self.module.named_parameters())
+        for name, remembered in state.items():
+            optimizer.state[parameters[name]] = dict(remembered)
+
+    def whole(self) -> nn.Module | None:
+        """The original module with the present weights, on rank 0; None elsewhere. Collective."""
+        return self.module
+
+
+def on_one_device(module: nn.Module, plan: str) -> Network:
+    """The module itself. On one rank every plan leaves every layer whole."""
+    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), count_parameters(module))
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Numbers that training may change, or could."""
+    return sum(p.numel() for p in module.parameters())
