@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.errors import RunError
+from shoal.errors import PeerError, RunError
 from shoal.execution.boundary import Boundary, even_shares, tiles
 from shoal.execution.engine import Engine, Tape
 from shoal.execution.gradients import PURPOSE as GRADIENT
@@ -98,6 +98,15 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._syncing = before
+
+    @property
+    def steps(self) -> int:
+        """Forward passes in training so far; dropout's masks depend on it. Set it to go on with a stopped run."""
+        return self._forwards
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._forwards = value
 
     def input_tile(self, batch: int) -> Box | None:
         """With io="tile": the box that this rank passes of a batch of so many samples, in the present mode."""
@@ -235,7 +244,8 @@ class ParallelModule(nn.Module):
         self.flagged = any(row[3] for row in table)
         wrong = [rank for rank, row in enumerate(table) if row[2]]
         if wrong:
-            raise RunError(
+            error = PeerError if problem is None else RunError  # the rank in question tells it better
+            raise error(
                 problem or f"rank {wrong[0]} passed a tensor that does not fit; see its message.",
                 "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
             )

@@ -79,7 +79,9 @@ class Transport:
         if _made_in.world is not dist.group.WORLD:  # the processes were initialised anew
             _made_in.world, _made_in.groups = dist.group.WORLD, {}
         if (purpose, members) not in _made_in.groups:
-            _made_in.groups[purpose, members] = dist.new_group(list(members))
+            # torch's own default is half an hour, whatever was chosen for the world
+            patience = dist.group.WORLD._get_backend(self._device).options._timeout  # type: ignore[union-attr]
+            _made_in.groups[purpose, members] = dist.new_group(list(members), timeout=patience)
         return _made_in.groups[purpose, members]
 
     def _global(self, rank: int) -> int:
