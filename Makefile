@@ -1,4 +1,4 @@
-# `make run` trains the default job, `make test` runs every check. Each does its own set-up in .venv.
+# `make run` trains the default job on one worker per core, `make test` runs every check. Each does its own set-up in .venv.
 
 PYTHON ?= python3
 # The build of torch that the virtual environment gets. An exact version resolves to a CPU build where
@@ -15,7 +15,7 @@ endif
 .PHONY: run test check format clean
 
 run: .venv/.run
-	$(BIN)/shoal train $(ARGS)
+	$(BIN)/shoal train --workers auto $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest $(ARGS)

@@ -91,6 +91,8 @@ class TrainConfig(BaseModel):
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     recompute: bool = False
     """Compute activations a second time in backward instead of keeping them: less memory, more time."""
+    bucket_bytes: int | None = Field(default=None, gt=0)
+    """Bytes of gradients that are summed at a time; measured on the link unless given."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds that a worker waits for another before the run fails."""
     threads: int | None = Field(default=None, gt=0)

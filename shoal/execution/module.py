@@ -72,7 +72,8 @@ class ParallelModule(nn.Module):
         self._states = ShardedStates(self, model, states, homes, transport.rank)
         groups = [(GRADIENT, ranks) for layout in homes.values() for ranks in sharers(layout).values()]
         transport.make_groups(groups)
-        self._bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
+        self.bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
+        """Bytes of gradients that are summed at a time: given, or measured on the link."""
         self.training = model.training
 
     # What people use
@@ -151,7 +152,7 @@ class ParallelModule(nn.Module):
                 **{name: state.dtype.itemsize for name, state in states.items()},
             },
             dtypes={name: str(state.dtype) for name, state in states.items()},
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self.bucket_bytes,
             input_grad=input_grad,
             local_statistics=self._engine.local_statistics,
             again=range(program.segments[-1].start if self._engine.recompute else 0),
@@ -339,7 +340,7 @@ class ParallelModule(nn.Module):
         if self._sums is None or self._sums[0] != kinds:
             rank = self._transport.rank
             shards = {name: (self._states.ranks_of(name, rank), states[name].detach()) for name in names}
-            self._sums = (kinds, GradientSums(shards, self._transport, self._bucket_bytes))
+            self._sums = (kinds, GradientSums(shards, self._transport, self.bucket_bytes))
         left_over = self._take_left_over(states)
         self._sums[1].begin(left_over, reuse=all(states[name].grad is None for name in names))
         return self._sums[1]

@@ -47,20 +47,21 @@ def prepare(config: TrainConfig, transport: Transport, *, ranks_here: int | None
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
     this host's cores; all of them do unless given.
     """
-    device = _choose_device(config.device)
     threads = config.threads or max(1, cores() // (ranks_here or config.workers))
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
-    config = config.model_copy(update={"threads": threads, "device": str(device)})
-    splits, loader, model = agree(transport, lambda: load_whole(config, device))
-    config = config.model_copy(update={"data": splits.name})
+    splits, loader, model = agree(transport, lambda: load_whole(config))
+    device = next(model.parameters()).device
+    config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
     network = on_one_device(model, config.plan)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
         network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits))
+        # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
+        config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
     optimizer = torch.optim.SGD(
         network.module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
@@ -86,8 +87,9 @@ def agree(transport: Transport, attempt: Callable[[], Result]) -> Result:
     return cast(Result, result)
 
 
-def load_whole(config: TrainConfig, device: torch.device) -> tuple[Splits, Loader, nn.Module]:
-    """Data and network, whole, found to fit each other; nearly every `InputError` of a run is raised here."""
+def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
+    """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
+    device = _choose_device(config.device)
     planning.check(config.plan, config.workers)
     splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)

@@ -165,6 +165,7 @@ def lay_over_ranks(
             io=io,
             batch_norm=config.batch_norm,
             recompute=config.recompute,
+            bucket_bytes=config.bucket_bytes,
             seed=config.seed,
         )
 

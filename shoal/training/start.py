@@ -51,12 +51,12 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
     if world is not None and world.size > 1:
         config = _as_in(world, config, asked=asked)
         with joined(world, _kind_of_device(config, world.local_size or world.size), config.timeout):
-            return _train_on_rank(config, resumed, listener, world.local_size)
+            return train_on_rank(config, resumed, listener, world.local_size)
     if config.workers == 1:
-        return _train_on_rank(config, resumed, listener)
+        return train_on_rank(config, resumed, listener)
     _check(config, resumed)
     results = run(
-        _train_on_rank,
+        train_on_rank,
         config,
         resumed,
         listener,
@@ -81,17 +81,23 @@ def _kind_of_device(config: TrainConfig, ranks_here: int) -> str:
     """Where the ranks of this host compute: each on a GPU of its own where asked for, or where there are enough."""
     if config.device == "auto":
         return "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
-    return torch.device(config.device).type if config.device.startswith("cuda") else "cpu"
+    kind = config.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device {config.device!r} cannot be shared by {config.workers} workers.",
+            "Give cpu, or cuda for a GPU of its own to each worker.",
+        )
+    return kind
 
 
 def _check(config: TrainConfig, resumed: Path | None) -> None:
     """Find what is wrong with the user's input before any rank is started; ranks find the rest."""
     if resumed is None:
         RunFolder.free(config)
-    load_whole(config, torch.device("cpu"))
+    load_whole(config.model_copy(update={"device": "cpu"}))
 
 
-def _train_on_rank(
+def train_on_rank(
     config: TrainConfig, resumed: Path | None, listener: Listener, ranks_here: int | None = None
 ) -> RunResult:
     """The whole run, as one rank of the present process group, or alone without one."""

@@ -16,7 +16,7 @@ Shoal = Callable[..., subprocess.CompletedProcess[str]]
 def shoal(tmp_path: Path) -> Shoal:
     """Run `shoal ARGUMENTS` in an empty folder, without colours, and give what it printed."""
 
-    def run(*arguments: str, timeout: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "shoal", *arguments],
             cwd=tmp_path,

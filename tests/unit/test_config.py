@@ -14,7 +14,8 @@ from shoal.machine import cores
 
 FLAGS = (
     "model model_options data input classes augment epochs batch lr schedule warmup momentum weight_decay "
-    "seed workers plan batch_norm recompute timeout threads device out eval_every checkpoint_every log_every"
+    "seed workers plan batch_norm recompute bucket_bytes timeout threads device "
+    "out eval_every checkpoint_every log_every"
 )
 
 

@@ -1,0 +1,217 @@
+"""`shoal train` on several workers: the same training, started in every way, stopped, resumed and killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Shoal
+from tests.cli.test_train import WITH_DROPOUT, metrics_of, result_of, stop_during_training
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
+    pytest.mark.timeout(400),  # every run loads torch three times, which a busy machine does slowly
+]
+
+WITHOUT_DROPOUT = WITH_DROPOUT.replace("nn.Dropout(), ", "")
+NET = ["--model", "mine:net", "--batch", "8", "--log-every", "3", "--seed", "5", "--schedule", "constant"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=2e-3, atol=2e-4)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics_of(folder) if line["event"] == "steps"]
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    times = ("samples_per_sec", "step_time_ms")
+    return [{k: v for k, v in line.items() if k not in times} for line in metrics_of(folder)]
+
+
+def begin(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_workers_train_as_one_does_and_either_goes_on_for_the_other(
+    shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    settings = ["train", "--data", tiny, *NET, "--epochs", "2", "--augment", "flip"]
+    for out, workers in (("one", "1"), ("two", "2")):
+        run = shoal(*settings, "--workers", workers, "--threads", "1", "--out", out)
+        assert run.returncode == 0, run.stderr
+    assert "2 workers, plan data" in run.stdout
+    assert "sent per step" in run.stdout
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    assert_near(weights(one), weights(two))
+
+    result = result_of(two)
+    assert (result["workers"], result["plan"], len(result["peak_memory_bytes"])) == (2, "data", 2)
+    assert (result["steps"], result["samples"]) == (20, 160)
+    assert result["bytes_per_step"]["predicted"] == result["bytes_per_step"]["counted"] > 0
+    assert result["test_loss"] == pytest.approx(result_of(one)["test_loss"], rel=1e-4)
+    plan = json.loads((two / "plan.json").read_text())
+    assert (plan["ranks"], plan["layers"]["0"]) == (2, "n2")
+
+    shutil.copytree(two, tmp_path / "then_one")
+    for out, workers in (("one", "1"), ("then_one", "1")):
+        run = shoal("train", "--resume", out, "--workers", workers, "--epochs", "3")
+        assert run.returncode == 0, run.stderr
+    assert_near(weights(one), weights(tmp_path / "then_one"))
+    assert result_of(tmp_path / "then_one")["workers"] == 1
+    assert result_of(tmp_path / "then_one")["final_loss"] == pytest.approx(result_of(one)["final_loss"], rel=1e-3)
+
+
+def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    settings = ["train", "--data", tiny, *NET, "--epochs", "20", "--eval-every", "10", "--checkpoint-every", "100"]
+    settings += ["--workers", "2", "--augment", "flip,shift:1"]
+    assert shoal(*settings, "--out", "whole").returncode == 0
+    process = begin(tmp_path, "shoal", *settings, "--out", "parts")
+    try:
+        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "shoal train --resume parts" in stderr
+    assert stderr.count("shoal: ") == 1
+    assert "Traceback" not in stderr
+    steps = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["steps"]
+    assert 0 < steps < 200  # the signal came in the middle, or this test shows nothing
+    shutil.copytree(tmp_path / "parts", tmp_path / "cut")
+
+    run = shoal("train", "--resume", "parts")
+    assert run.returncode == 0, run.stderr
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert timeless(tmp_path / "whole") == timeless(tmp_path / "parts")
+    sent = result_of(tmp_path / "parts")["bytes_per_step"]
+    assert sent == result_of(tmp_path / "whole")["bytes_per_step"]
+
+    run = shoal("train", "--resume", "cut", "--plan", "model")
+    assert run.returncode == 0, run.stderr
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=2e-2, abs=2e-3)
+    sent = result_of(tmp_path / "cut")["bytes_per_step"]
+    assert sent["predicted"] == sent["counted"] != result_of(tmp_path / "whole")["bytes_per_step"]["counted"]
+
+
+def test_ranks_read_windows_of_large_images(shoal: Shoal, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (15, 32, 32), dtype=np.uint8)
+    np.savez(tmp_path / "cells.npz", x=x, y=(x > 128).astype(np.uint8))
+    settings = ["train", "--data", "npz:cells.npz", "--model", "unet", "--model-options", "width=4,depth=2"]
+    settings += ["--batch", "2", "--epochs", "1", "--log-every", "1", "--lr", "0.01", "--augment", "vflip,crop:16"]
+    for out, workers in (("one", ["--threads", "1"]), ("two", ["--workers", "2", "--plan", "spatial"])):
+        run = shoal(*settings, *workers, "--out", out)
+        assert run.returncode == 0, run.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    one, two = result_of(tmp_path / "one"), result_of(tmp_path / "two")
+    assert two["test_iou"] == pytest.approx(one["test_iou"], abs=5e-3)
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
+    assert two["bytes_per_step"]["predicted"] == two["bytes_per_step"]["counted"] > 0
+
+
+def test_torchrun_and_more_ranks_than_samples(tiny: str, tmp_path: Path) -> None:
+    arguments = ["train", "--data", tiny, "--epochs", "1", "--batch", "2", "--log-every", "10", "--out", "o"]
+    process = begin(tmp_path, "torch.distributed.run", "--nproc-per-node", "3", "-m", "shoal", *arguments)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    result = result_of(tmp_path / "o")
+    assert (result["workers"], result["steps"]) == (3, 40)
+    assert stdout.count("test accuracy") == 2  # rank 0 alone shows the run
+
+
+def test_srun(tiny: str, tmp_path: Path) -> None:
+    arguments = ["train", "--data", tiny, "--epochs", "1", "--batch", "16", "--out", "o", "--timeout", "60"]
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "here"}
+    ranks = [
+        begin(tmp_path, "shoal", *arguments, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert result_of(tmp_path / "o")["workers"] == 2
+    assert told[1][0] == ""
+
+    ranks = [
+        begin(tmp_path, "shoal", *arguments, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "already holds a run" in told[0][1]
+    assert told[1][1] == ""  # once is enough
+
+
+def test_workers_that_differ_from_the_world_are_refused(shoal: Shoal, tiny: str) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = shoal("train", "--data", tiny, "--workers", "3", **world)
+    assert run.returncode == 2
+    assert "workers = 3, but torchrun started 2 ranks" in run.stderr
+
+
+def test_a_killed_worker_is_named_and_no_process_is_left(tiny: str, tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "shoal", "train", "--data", tiny, "--workers", "2", "--batch", "8", "--epochs", "1000", "--out", "o"
+    )
+    try:
+        metrics = tmp_path / "o" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.02)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = sorted((one for one in family if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
+        assert len(ranks) == 2
+        ranks[1].kill()
+        start = time.monotonic()
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1, stderr
+    assert stderr.startswith("shoal: rank 1 was killed by signal SIGKILL.")
+    assert time.monotonic() - start < 20
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+
+
+def test_a_wrong_plan_is_refused_before_any_rank_starts(shoal: Shoal, tiny: str) -> None:
+    run = shoal("train", "--data", tiny, "--workers", "2", "--plan", "spacial")
+    assert run.returncode == 2
+    assert "Did you mean 'spatial'?" in run.stderr
+    assert run.stdout == ""
+
+
+def test_a_plan_that_does_not_fit_is_told_once(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    plan = {"schema": "shoal.plan/1", "name": "mine", "ranks": 2, "layers": {"*": "n2", "nothing": "c2"}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    run = shoal("train", "--data", tiny, "--workers", "2", "--plan", "plan.json", "--out", "o")
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith("shoal: plan 'mine' names 'nothing', which matches no layer.")
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "o").exists()
