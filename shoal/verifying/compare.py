@@ -1,0 +1,331 @@
+"""A plan beside one device, on one rank: the same steps, every number compared with its box of one device's.
+
+A difference is the largest one over a tensor, relative to the largest element of the whole tensor. Some tensors are
+nothing but rounding (the gradient of a bias before batch norm is zero), so no tensor counts for less than a
+thousandth of the largest of its kind in the network.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from math import inf, isnan
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from shoal.execution.boundary import IO, even_shares
+from shoal.execution.loss import LossTail
+from shoal.execution.module import ParallelModule, full_state_dict
+from shoal.lowering.program import Compute, Program
+from shoal.moves import Layout
+from shoal.partition import Box, slices, whole
+from shoal.traffic import Sent
+from shoal.transport import Transport
+from shoal.verifying.one_device import OneDevice, optimizer_of
+
+PURPOSE = "verify"
+"""Of the group in which copies' gradients are summed."""
+FLOOR = 1e-3
+"""The least size of a tensor, relative to the largest of its kind."""
+
+Kind = Literal[
+    "output", "loss", "input gradient", "evaluation",
+    "value", "value gradient", "gradient", "buffer", "parameter", "evaluated value",
+]  # fmt: skip
+"""What was compared. The first four are the network's, the others have a name: a layer's or a state's."""
+
+Found = dict[tuple[Kind, str], float]
+"""The largest difference of everything that was compared, by kind and name."""
+
+Observe = Callable[[str, str, Tensor], None]
+
+
+def apart(ours: Tensor, theirs: Tensor, scale: float) -> float:
+    """Largest difference over `scale`; infinite where the shapes differ or something is no number."""
+    if ours.shape != theirs.shape:
+        return inf
+    if not ours.numel():
+        return 0.0
+    difference = (_wide(ours) - _wide(theirs)).abs().max().item()
+    if isnan(difference):
+        return inf
+    return difference / scale if scale else difference
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def size(tensor: Tensor) -> float:
+    """The largest element."""
+    return _wide(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+@dataclass
+class Seen:
+    """Every layer's output, and gradient of it, of a network laid on one rank; for finding the layer at fault."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Comparison:
+    """One rank's numbers beside one device's."""
+
+    def __init__(
+        self, one: OneDevice, model: ParallelModule, transport: Transport, tail: LossTail | None = None
+    ) -> None:
+        self.one, self.model, self.transport, self.tail = one, model, transport, tail
+        self.found: Found = {}
+
+    def note(self, kind: Kind, name: str, ours: Tensor, theirs: Tensor, scale: float) -> None:
+        """Compare; of several comparisons under one name the largest difference stays."""
+        self.found[kind, name] = max(self.found.get((kind, name), 0.0), apart(ours, theirs, scale))
+
+    def note_all(
+        self, kind: Kind, pairs: Iterable[tuple[str, Tensor, Tensor, Box | None]], everything: Iterable[Tensor]
+    ) -> None:
+        """Compare tensors of one kind: (name, ours, one device's whole, the box of it that is ours)."""
+        floor = FLOOR * max(map(size, everything), default=0.0)
+        for name, ours, theirs, box in pairs:
+            part = theirs if box is None else theirs[slices(box, whole(theirs.shape))]
+            self.note(kind, name, ours, part, max(size(theirs), floor))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which part of the batch this rank passes, and which part of the result it gets."""
+
+    given: tuple[slice, ...]
+    result: tuple[slice, ...]
+
+    @property
+    def target(self) -> tuple[slice, ...]:
+        """The target's rows: the result's, without channels."""
+        return self.result[:1] + self.result[2:]
+
+
+def rows_of(model: ParallelModule, io: IO, transport: Transport, batch: int, shares: tuple[int, ...] | None) -> Rows:
+    """Of a global batch, or of unequal `shares` of it."""
+    if io == "tile":
+        return Rows(_slices(model.input_box), _slices(model.output_box))
+    sizes = shares or even_shares(batch, transport.world)
+    start = sum(sizes[: transport.rank])
+    rows = (slice(None) if io == "whole" else slice(start, start + sizes[transport.rank]),)
+    return Rows(rows, rows)
+
+
+def _slices(box: Box | None) -> tuple[slice, ...]:
+    return (slice(0, 0),) if box is None else tuple(slice(span.start, span.stop) for span in box)
+
+
+def compare(
+    one: OneDevice,
+    model: ParallelModule,
+    transport: Transport,
+    *,
+    tail: LossTail | None = None,
+    io: IO = "share",
+    shares: tuple[int, ...] | None = None,
+    steps: int | None = None,
+    record: Seen | None = None,
+    against: Seen | None = None,
+) -> tuple[Found, Mapping[str, Sent]]:
+    """Train `model` on one device's batch and compare: this rank's differences, and what its first step sent.
+
+    tail       the loss, where it is part of the network
+    record     keep the value of every layer here (of a network laid on one rank)
+    against    compare the value of every layer with what was so kept
+    steps      optimizer steps, as many as one device took unless given; 0 compares the first pass alone
+    """
+    at = Comparison(one, model, transport, tail)
+    rows = rows_of(model, io, transport, len(one.x), shares)
+    x = one.x[rows.given].clone().requires_grad_(one.x_grad is not None)
+    y = one.y[rows.target] if one.y.ndim < one.output.ndim else one.y[rows.result]
+    watch = _Watch(at, record, against)
+
+    before = model.counted
+    with watch.training():
+        output, loss = _forward(at, x, y)
+        torch.autograd.backward(loss)
+    sent = _more(model.counted, before)
+    watch.settle()
+    _first_pass(at, rows, x, y, output, loss)
+    with watch.evaluation():
+        if record or against:
+            _evaluate(model, x)
+    steps = one.steps if steps is None else steps
+    if steps:
+        _further_steps(at, rows, x.detach(), y)
+    return at.found, sent
+
+
+def _forward(at: Comparison, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor]:
+    """(this rank's output unless the loss is part of the network, its loss)."""
+    if at.tail is not None:
+        return None, at.model(x, y)
+    output = at.model(x)
+    return output, at.one.loss(output, y) if y.numel() else output.sum()
+
+
+def _first_pass(at: Comparison, rows: Rows, x: Tensor, y: Tensor, output: Tensor | None, loss: Tensor) -> None:
+    one, states, rank = at.one, at.model._states, at.transport.rank
+    if output is not None:
+        at.note("output", "", output, one.output[rows.result], size(one.output))
+    if y.numel():
+        whole_loss = at.tail is not None and not at.tail.mean  # then every rank gets one number for all
+        expected = torch.tensor(one.loss_value) if whole_loss else one.loss(one.output[rows.result], y)
+        at.note("loss", "", loss, expected.to(loss), abs(one.loss_value))
+    if one.x_grad is not None and x.grad is not None:
+        at.note("input gradient", "", x.grad, one.x_grad[rows.given], size(one.x_grad))
+    mine = {name: (states[name], layout[rank]) for name, layout in states.layouts.items() if layout[rank] is not None}
+    at.note_all(
+        "gradient",
+        [(name, _grad(shard), one.grads[name], box) for name, (shard, box) in mine.items() if name in one.grads],
+        one.grads.values(),
+    )
+    at.note_all(
+        "buffer",
+        [(name, shard, one.buffers[name], box) for name, (shard, box) in mine.items() if name in one.buffers],
+        one.buffers.values(),
+    )
+
+
+def _further_steps(at: Comparison, rows: Rows, x: Tensor, y: Tensor) -> None:
+    """The optimizer's steps, then the whole state and an evaluation."""
+    one, model = at.one, at.model
+    optimizer = optimizer_of(model.parameters(), one.rate)
+    for step in range(one.steps):
+        if step:
+            optimizer.zero_grad()
+            torch.autograd.backward(_forward(at, x, y)[1])
+        optimizer.step()
+    full = full_state_dict(model)
+    assert list(full) == list(one.after), "full_state_dict has other keys than the module"
+    name_of = model._states.keys  # tied tensors have several keys
+    buffers = {key for key in full if name_of[key] in one.buffers}
+    kinds: tuple[tuple[Kind, Iterable[str]], ...] = (("parameter", full.keys() - buffers), ("buffer", buffers))
+    for kind, keys in kinds:
+        of = [key for key in full if key in keys]
+        at.note_all(kind, [(name_of[k], full[k], one.after[k], None) for k in of], [one.after[k] for k in of])
+    if one.evaluated is not None:
+        evaluated = _evaluate(model, x)
+        at.note("evaluation", "", evaluated, one.evaluated[rows.result], size(one.evaluated))
+
+
+def _evaluate(model: ParallelModule, x: Tensor) -> Tensor:
+    """The output in evaluation; the network is left in training."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            result: Tensor = model(x.detach())
+            return result
+    finally:
+        model.train()
+
+
+def _grad(shard: Tensor) -> Tensor:
+    return torch.zeros_like(shard) if shard.grad is None else shard.grad
+
+
+def _more(after: Mapping[str, Sent], before: Mapping[str, Sent]) -> dict[str, Sent]:
+    return {
+        label: Sent(sent.bytes - before.get(label, Sent()).bytes, sent.messages - before.get(label, Sent()).messages)
+        for label, sent in after.items()
+        if sent != before.get(label)
+    }
+
+
+class _Watch:
+    """Sees every layer's output and its gradient: keeps them, or compares them with what was kept."""
+
+    def __init__(self, at: Comparison, record: Seen | None, against: Seen | None) -> None:
+        self.at, self.record, self.against = at, record, against
+        self._floors: dict[str, float] = {}
+        self._copied: dict[str, Tensor] = {}
+        self._placed: dict[bool, _Places] = {}
+
+    def training(self) -> AbstractContextManager[None]:
+        """Watch a training pass and its backward pass."""
+        return self._watching({"value": "value", "grad": "value gradient"})
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Watch an evaluation."""
+        return self._watching({"value": "evaluated value"})
+
+    def _watching(self, kinds: Mapping[str, Kind]) -> AbstractContextManager[None]:
+        if self.record is None and self.against is None:
+            return nullcontext()
+        return _observed(self.at.model, lambda event, layer, tensor: self._saw(kinds[event], layer, tensor))
+
+    def _saw(self, kind: Kind, layer: str, tensor: Tensor) -> None:
+        if self.record is not None:
+            self._kept(self.record, kind)[layer] = tensor.detach().clone()
+            return
+        assert self.against is not None
+        places = self._places()
+        if kind == "value gradient" and layer in places.copies:
+            self._copied[layer] = tensor.detach().clone()
+            return
+        theirs = self._kept(self.against, kind).get(layer)
+        if theirs is not None:
+            layout = (places.computed if kind == "value gradient" else places.owned)[layer]
+            self._note(kind, layer, tensor, theirs, layout[self.at.transport.rank])
+
+    def _places(self) -> "_Places":
+        training = self.at.model.training
+        if training not in self._placed:
+            shares = even_shares(len(self.at.one.x), self.at.transport.world)
+            self._placed[training] = _Places.of(self.at.model._program(training=training, shares=shares))
+        return self._placed[training]
+
+    def settle(self) -> None:
+        """Where every rank has a copy of a value, each found what its own readers send back: compare the sum."""
+        if self.against is None:
+            return
+        transport = self.at.transport
+        everyone = tuple(range(transport.world))
+        transport.make_groups([(PURPOSE, everyone)])
+        for layer, theirs in self.against.grads.items():
+            if layer in self._places().copies:
+                mine = self._copied.pop(layer, None)
+                summed = torch.zeros_like(theirs) if mine is None else mine.contiguous()
+                transport.sum(summed, everyone, PURPOSE)
+                self._note("value gradient", layer, summed, theirs, None)
+
+    def _note(self, kind: Kind, layer: str, ours: Tensor, theirs: Tensor, box: Box | None) -> None:
+        assert self.against is not None
+        if kind not in self._floors:
+            self._floors[kind] = FLOOR * max(map(size, self._kept(self.against, kind).values()), default=0.0)
+        part = theirs if box is None else theirs[slices(box, whole(theirs.shape))]
+        self.at.note(kind, layer, ours, part, max(size(theirs), self._floors[kind]))
+
+    def _kept(self, seen: Seen, kind: Kind) -> dict[str, Tensor]:
+        return {"value": seen.values, "value gradient": seen.grads, "evaluated value": seen.evaluated}[kind]
+
+
+@contextmanager
+def _observed(model: ParallelModule, observe: Observe) -> Iterator[None]:
+    model._engine.observe = observe
+    try:
+        yield
+    finally:
+        model._engine.observe = None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the values of one program are."""
+
+    owned: Mapping[str, Layout]
+    """The finished output of every layer."""
+    computed: Mapping[str, Layout]
+    """What parts compute, maybe partial sums of it; gradients come back to this."""
+    copies: frozenset[str]
+
+    @classmethod
+    def of(cls, program: Program) -> Self:
+        steps = [one for one in program.instructions if isinstance(one, Compute)]
+        return cls(program.layouts, {one.label: one.placed.writes for one in steps}, program.copies)

@@ -1,0 +1,87 @@
+"""From settings to a verdict: the network, a batch of random numbers or of the user's data, one plan."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import data, zoo
+from shoal.config import VerifyConfig
+from shoal.errors import ConfigError
+from shoal.verdict import Verdict
+from shoal.verifying.verify import Progress, verify
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A size that leaves every layer of a zoo network something to cut, unevenly, in a second or two."""
+
+    input: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_SMALL = {
+    "lenet5": _Small((1, 28, 28)),
+    "alexnet": _Small((3, 71, 67), {"hidden": 40}),
+    "vgg16": _Small((3, 35, 33), {"hidden": 30}),
+    "inception_v3": _Small((3, 79, 77)),
+    "resnet18": _Small((3, 37, 35)),
+    "resnet50": _Small((3, 33, 37)),
+    "mobilenet_v2": _Small((3, 33, 35)),
+    "unet": _Small((1, 32, 48), {"width": 4, "depth": 3}),
+    "acoustic": _Small((1, 40, 61)),
+}
+CLASSES = 7
+"""Unless the user or the data says otherwise: few, and odd."""
+
+
+def verify_job(config: VerifyConfig, progress: Progress | None = None) -> Verdict:
+    """What `config` asks for, on the ranks that there are. A collective; bad input is an `InputError` on each."""
+    config = resolved(config)
+    x, y, shape, classes = _batch(config)
+    torch.manual_seed(config.seed)
+    model = zoo.build(config.model, input=shape, classes=classes, options=config.model_options)
+    return verify(
+        model,
+        x,
+        config.plan,
+        target=y,
+        steps=config.steps,
+        tolerance=config.tolerance,
+        dtype=getattr(torch, config.dtype),
+        seed=config.seed,
+        batch_norm=config.batch_norm,
+        name=config.model,
+        progress=progress,
+    )
+
+
+def resolved(config: VerifyConfig) -> VerifyConfig:
+    """With small sizes for a zoo network whose sizes were left open; a network of the user's own needs its input."""
+    if config.data is not None or config.input is not None:
+        return config
+    small = _SMALL.get(config.model)
+    if small is None:
+        raise ConfigError(
+            f"the shape of a sample for the model {config.model!r} is not known.",
+            "Give it with --input C,H,W, or give data with --data.",
+        )
+    return config.model_copy(
+        update={"input": small.input, "model_options": {**small.options, **config.model_options}}
+    )
+
+
+def _batch(config: VerifyConfig) -> tuple[Tensor | tuple[int, ...], Tensor | None, tuple[int, ...], int]:
+    """(samples or their shape, targets or None, one sample's shape, classes)."""
+    if config.data is None:
+        assert config.input is not None
+        return (config.batch, *config.input), None, config.input, config.classes or CLASSES
+    split = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed).train
+    if config.batch > len(split):
+        raise ConfigError(
+            f"batch = {config.batch} is more than the {len(split)} samples of {config.data!r}.",
+            "Give a smaller --batch.",
+        )
+    x, y = split.batch(data.first_indices(config.batch))
+    return x, y, split.shape, split.classes

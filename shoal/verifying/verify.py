@@ -1,0 +1,359 @@
+"""`shoal.verify`: one network under one plan against one device, and a verdict that names the layer at fault."""
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import ConfigError, ModelError
+from shoal.execution.module import ParallelModule
+from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.graph import LayerGraph
+from shoal.partition import Cut
+from shoal.plan import Plan
+from shoal.result import versions
+from shoal.transport import MemoryTransport, Transport
+from shoal.transport.memory import Hub
+from shoal.verdict import Culprit, LayerDifferences, Verdict
+from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
+from shoal.verifying.compare import Found, Seen, apart, compare, size
+from shoal.verifying.draws import drawing_as
+from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Relative differences that another order of additions explains, by type."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What a comparison is asked to do; travels to the ranks' processes."""
+
+    loss: Loss | None
+    target: Tensor | None
+    steps: int
+    tolerance: float
+    dtype: torch.dtype
+    seed: int
+    batch_norm: Literal["exact", "local"]
+    name: str
+    progress: Progress
+
+
+def verify(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    plan: str | Path | Plan = "data",
+    *,
+    loss: Loss | None = None,
+    target: Tensor | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    workers: int | None = None,
+    batch_norm: Literal["exact", "local"] = "exact",
+    name: str | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Train `model` under `plan` beside the plain module on one device, and compare number by number.
+
+    example     a tensor, or the shape, of the GLOBAL batch; random numbers where it is a shape
+    loss        optional: then it is laid over the ranks with the network, as in `shoal.parallelize(loss=...)`; without
+                one each rank takes the cross entropy of its own share (the squared error where there are no classes)
+    target      what the output is compared with; drawn where it is not given
+    steps       optimizer steps on that batch, after which parameters, buffers and an evaluation are compared
+    tolerance   largest relative difference that passes: 1e-9 in float64, 1e-3 in float32, unless given
+    workers     without a process group: start so many processes for it. With one: a collective over its ranks
+
+    Compares the output, the loss, every layer's output and its gradient, the gradients of parameters and input,
+    buffers, the state after the steps and an evaluation. Dropout draws on one device the masks that the plan draws.
+    `model` is left as it was. Cost: every rank also runs the whole network and keeps all values of one step, so
+    choose small sizes. What cannot be compared is refused as an `InputError`; a difference is no error but a verdict.
+    """
+    if dtype not in TOLERANCES:
+        raise ConfigError(f"dtype={dtype} cannot be verified.", "Choose torch.float64 or torch.float32.")
+    if steps < 1:
+        raise ConfigError(f"steps={steps} does not work.", "Take at least one step.")
+    settings = _Settings(
+        loss=loss,
+        target=target,
+        steps=steps,
+        tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
+        dtype=dtype,
+        seed=seed,
+        batch_norm=batch_norm,
+        name=name or type(model).__name__,
+        progress=progress or _silent,
+    )
+    there = dist.is_available() and dist.is_initialized()
+    if there and workers not in (None, dist.get_world_size()):
+        raise ConfigError(
+            f"workers={workers}, but this process is one of {dist.get_world_size()} ranks already.",
+            "Leave workers away: the ranks that there are take part.",
+        )
+    if there or workers in (None, 1):
+        return _verify_here(model, example, plan, settings)
+    return _in_processes(model, example, plan, settings, workers or 1, threads, timeout)
+
+
+def _silent(_stage: str) -> None:
+    """Nobody asked."""
+
+
+def _in_processes(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    plan: str | Path | Plan,
+    settings: _Settings,
+    workers: int,
+    threads: int | None,
+    timeout: float | None,
+) -> Verdict:
+    from shoal.launching import run
+
+    try:
+        pickle.dumps((model, settings))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the network or its loss cannot be sent to other processes: {error}.",
+            "Define them in a module that can be imported, or call shoal.verify on the ranks of a process group.",
+        ) from None
+    results: list[Verdict] = run(
+        _verify_here, model, example, plan, settings, workers=workers, threads=threads, timeout=timeout
+    )
+    return results[0]
+
+
+def _verify_here(
+    model: nn.Module, example: Tensor | tuple[int, ...], plan: str | Path | Plan, settings: _Settings
+) -> Verdict:
+    transport = Transport()
+    say = settings.progress if transport.rank == 0 else _silent
+    say("building one device's network")
+    subject = _subject(model, example, settings)
+    _check_alike(subject, transport)
+    say("running one device")
+    one = subject.one_device()
+    seen, alone = subject.on_one_rank(one)
+    say(f"running plan {plan if isinstance(plan, str) else getattr(plan, 'name', str(plan))!r} beside it")
+    laid = subject.lay(subject.captured, plan, transport)
+    mine, _ = compare(one, laid, transport, tail=subject.captured.tail, against=seen)
+    found = over_ranks(mine, transport)
+    graphs = subject.captured.graphs
+    culprit = subject.blame_capture(seen, alone, laid.plan)
+    if culprit is None:
+        fault = suspects(graphs[True], graphs[False], found, settings.tolerance)
+        if fault is not None:
+            say("looking for the layer at fault")
+            culprit = _culprit(subject.narrow(fault, one, laid.plan, transport), laid.plan, graphs)
+    return Verdict(
+        model=settings.name,
+        plan=laid.plan.name,
+        workers=transport.world,
+        input=tuple(one.x.shape),
+        dtype=str(settings.dtype).removeprefix("torch."),
+        steps=settings.steps,
+        tolerance=settings.tolerance,
+        batch_norm=settings.batch_norm,
+        seed=settings.seed,
+        output=found.get(("output", "")),
+        loss=found["loss", ""],
+        input_gradient=found.get(("input gradient", "")),
+        evaluation=found.get(("evaluation", "")),
+        rows=rows(graphs[True], laid.plan, found),
+        culprit=culprit,
+        versions=versions(),
+    )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A copy of the network in the wanted type, its batch, and its captured form."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    loss: Loss
+    captured: Captured
+    settings: _Settings
+
+    def one_device(self) -> OneDevice:
+        return run_one_device(
+            self.model,
+            self.x,
+            self.y,
+            self.loss,
+            steps=self.settings.steps,
+            draws=lambda training, step: drawing_as(
+                self.captured.graphs[training], seed=self.settings.seed, step=step
+            ),
+        )
+
+    def lay(self, captured: Captured, plan: str | Path | Plan, transport: Transport) -> ParallelModule:
+        return lay(captured, plan, transport, batch_norm=self.settings.batch_norm, seed=self.settings.seed)
+
+    def on_one_rank(self, one: OneDevice, captured: Captured | None = None) -> tuple[Seen, Found]:
+        """The captured network on one rank: the value of every layer, and its differences from the module."""
+        captured = captured or self.captured
+        transport, seen = MemoryTransport(Hub(), 0, 1), Seen()
+        with _quiet():  # it has nothing to say that the plan's own network does not say
+            alone = self.lay(captured, "data", transport)
+        found, _ = compare(one, alone, transport, tail=captured.tail, record=seen, steps=0)
+        return seen, found
+
+    def blame_capture(self, seen: Seen, found: Found, plan: Plan) -> Culprit | None:
+        """Where the captured network itself is not the module: the first module that has another output."""
+        graphs, tolerance = self.captured.graphs, self.settings.tolerance
+        fault = suspects(graphs[True], graphs[False], found, tolerance)
+        if fault is None:
+            return None
+        outputs = module_outputs(self.model, self.x, drawing_as(graphs[True], seed=self.settings.seed, step=1))
+        for layer in graphs[True].layers:
+            theirs, ours = outputs.get(layer.name), seen.values.get(layer.name)
+            if theirs is not None and ours is not None and ours.shape == theirs.shape:
+                difference = apart(ours, theirs, size(theirs))
+                if difference > tolerance:
+                    fault = Suspects((layer.name,), "capture", difference)
+                    break
+        return _culprit(replace(fault, fault="capture"), plan, graphs)
+
+    def narrow(self, fault: Suspects, one: OneDevice, plan: Plan, transport: Transport) -> Suspects:
+        """One of several layers that read a value: the one whose own share of its gradient is wrong. A collective."""
+        if fault.value is None or len(fault.layers) == 1:
+            return fault
+        graphs = self.captured.graphs
+        apart_, copies = with_readers_apart(graphs[True], fault.value)
+        captured = replace(self.captured, graphs={**graphs, True: apart_})
+        seen, _ = self.on_one_rank(one, captured)
+        with _quiet():
+            laid = self.lay(captured, plan, transport)
+        mine, _ = compare(one, laid, transport, tail=captured.tail, against=seen, steps=0)
+        found = over_ranks(mine, transport)
+        guilty = {layer: found.get(("value gradient", copy), 0.0) for copy, layer in copies.items()}
+        guilty = {layer: difference for layer, difference in guilty.items() if difference > self.settings.tolerance}
+        return replace(fault, layers=tuple(guilty) or fault.layers)
+
+
+def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings) -> _Subject:
+    copy = deepcopy(model).to(settings.dtype)
+    if not copy.training:
+        copy.train()
+    draw = torch.Generator().manual_seed(settings.seed)
+    if isinstance(example, Tensor):
+        x = example.detach().clone()
+        x = x.to(settings.dtype) if x.is_floating_point() else x
+    else:
+        x = torch.randn(tuple(example), dtype=settings.dtype, generator=draw)
+    loss, target = _loss_and_target(settings, _output_shape(copy, x, settings), draw)
+    captured = capture_modes(copy, x, settings.loss, target)
+    return _Subject(copy, x, target, loss, captured, settings)
+
+
+def _output_shape(model: nn.Module, x: Tensor, settings: _Settings) -> tuple[int, ...]:
+    """From a pass of one device; a network that cannot take the batch is refused here."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            output = deepcopy(model)(x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(
+            f"the model {settings.name!r} cannot take a batch of shape {tuple(x.shape)} in {settings.dtype}: {reason}.",
+            "Give a shape that it takes with --input, or --dtype float32 where its code needs that type.",
+        ) from error
+    if not isinstance(output, Tensor):
+        raise ModelError(
+            f"the model {settings.name!r} returns a {type(output).__name__}, not one tensor.",
+            "Verify a network that returns its scores alone.",
+        )
+    return tuple(output.shape)
+
+
+def _loss_and_target(settings: _Settings, output: tuple[int, ...], draw: torch.Generator) -> tuple[Loss, Tensor]:
+    """The user's, or class numbers for every sample or pixel, or numbers to be met where there are no classes."""
+    classes = len(output) > 1 and output[1] > 1
+    loss = settings.loss or (F.cross_entropy if classes else F.mse_loss)
+    if settings.target is not None:
+        target = settings.target.detach()
+        return loss, target.to(settings.dtype) if target.is_floating_point() else target
+    if settings.loss is not None or classes:
+        return loss, torch.randint(0, output[1], (output[0], *output[2:]), generator=draw)
+    return loss, torch.randn(output, dtype=settings.dtype, generator=draw)
+
+
+def _check_alike(subject: _Subject, transport: Transport) -> None:
+    """Ranks with other weights or another batch would differ for no fault of the plan."""
+    tensors = [*subject.model.state_dict().values(), subject.x, subject.y]
+    mine = [float(sum(t.double().sum().item() for t in tensors)), float(sum(t.double().norm().item() for t in tensors))]
+    for rank, row in enumerate(transport.gather_numbers(mine)):
+        if row != transport.gather_numbers(mine)[0]:
+            raise ConfigError(
+                f"rank {rank} passed other weights or another batch than rank 0.",
+                "Seed torch alike on every rank before the network is built, and pass the whole batch on each.",
+            )
+
+
+def over_ranks(mine: Found, transport: Transport) -> Found:
+    """The largest difference on any rank. A collective."""
+    found: Found = {}
+    for one in transport.gather_objects(mine):
+        for key, difference in one.items():
+            found[key] = max(found.get(key, 0.0), difference)
+    return found
+
+
+def rows(graph: LayerGraph, plan: Plan, found: Mapping[tuple[str, str], float]) -> tuple[LayerDifferences, ...]:
+    """One per layer, with the states that it is the first to use; then the states that no layer uses."""
+    users, cuts = users_of(graph), dict(plan.layers)
+    kinds = {"gradient": "parameter_gradient", "buffer": "buffers", "parameter": "parameters"}
+    numbers: dict[str, dict[str, float]] = {}
+    for (kind, name), difference in found.items():
+        if kind in kinds:
+            of = numbers.setdefault(users.get(name, (name,))[0], {})
+            of[kinds[kind]] = max(of.get(kinds[kind], 0.0), difference)
+    layers = [
+        LayerDifferences(
+            layer=layer.name,
+            op=layer.op,
+            cut=str(cuts.get(layer.name, Cut())),
+            output=found.get(("value", layer.name)),
+            output_gradient=found.get(("value gradient", layer.name)),
+            **numbers.pop(layer.name, {}),
+        )
+        for layer in graph.layers
+    ]
+    return (*layers, *(LayerDifferences(layer=name, op="", cut="", **of) for name, of in numbers.items()))
+
+
+def _culprit(fault: Suspects, plan: Plan, graphs: Mapping[bool, LayerGraph]) -> Culprit:
+    ops = {layer.name: layer.op for graph in graphs.values() for layer in graph.layers}
+    first = fault.layers[0]
+    return Culprit(
+        layers=fault.layers,
+        op=ops.get(first, ""),
+        cut=str(dict(plan.layers).get(first, Cut())),
+        fault=fault.fault,
+        difference=fault.difference,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("shoal")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
