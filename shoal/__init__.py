@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from shoal.plan import Plan
     from shoal.result import RunResult
     from shoal.training import Listener, resume, train
+    from shoal.verdict import Verdict
+    from shoal.verifying import verify
 
 __all__ = [
     "__version__",
@@ -38,6 +40,8 @@ __all__ = [
     "clip_grad_norm_",
     "capture",
     "LayerGraph",
+    "verify",
+    "Verdict",
     "TrainConfig",
     "train",
     "resume",
@@ -58,6 +62,8 @@ _HOME = {
     "clip_grad_norm_": "shoal.execution",
     "capture": "shoal.capturing",
     "LayerGraph": "shoal.graph",
+    "verify": "shoal.verifying",
+    "Verdict": "shoal.verdict",
     "TrainConfig": "shoal.config",
     "train": "shoal.training",
     "resume": "shoal.training",

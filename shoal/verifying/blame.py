@@ -5,7 +5,7 @@
     result               every layer agrees, but not what the ranks are given
     parameter gradient   backwards, the first layer whose parameters' gradient differs while its output's agrees
     input gradient       backwards, the first value whose gradient differs; the layer that reads it passed it back
-    buffers, evaluation, parameters: what is left when training's first pass agrees
+    buffers, evaluation, steps: what is left when the first training pass agrees
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,22 +29,25 @@ class Suspects:
     """The value that they read and whose gradient is wrong."""
 
 
-def suspects(training: LayerGraph, evaluation: LayerGraph, found: Differences, tolerance: float) -> Suspects | None:
+def suspects(
+    training: LayerGraph, evaluation: LayerGraph, found: Differences, tolerance: float, later_tolerance: float
+) -> Suspects | None:
     """The first fault that a step meets; None where everything agrees."""
-    wrong = {key: difference for key, difference in found.items() if not difference <= tolerance}
+    wrong = {
+        (kind, name): difference
+        for (kind, name), difference in found.items()
+        if not difference <= (later_tolerance if kind.startswith("later") else tolerance)
+    }
     every = (
         *_forwards(training, "value", "output", wrong),
-        *_results(training, wrong),
+        *_results(training, wrong, "output", "loss"),
         *_backwards(training, wrong),
         *_states(training, "buffer", "buffers", wrong),
         *_forwards(evaluation, "evaluated value", "evaluation", wrong),
-        *_states(training, "parameter", "parameters", wrong),
+        *_states(training, "later state", "steps", wrong),
+        *_results(evaluation, wrong, "later evaluation"),
     )
-    if every:
-        return every[0]
-    if ("evaluation", "") in wrong:
-        return Suspects((evaluation.output,), "evaluation", wrong["evaluation", ""])
-    return None
+    return every[0] if every else None
 
 
 def _forwards(graph: LayerGraph, kind: str, fault: Fault, wrong: Differences) -> Iterator[Suspects]:
@@ -53,8 +56,8 @@ def _forwards(graph: LayerGraph, kind: str, fault: Fault, wrong: Differences) ->
             yield Suspects((layer.name,), fault, wrong[kind, layer.name])
 
 
-def _results(graph: LayerGraph, wrong: Differences) -> Iterator[Suspects]:
-    for kind in ("output", "loss"):
+def _results(graph: LayerGraph, wrong: Differences, *kinds: str) -> Iterator[Suspects]:
+    for kind in kinds:
         if (kind, "") in wrong:
             yield Suspects((graph.output,), "result", wrong[kind, ""])
 

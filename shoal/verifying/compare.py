@@ -5,7 +5,7 @@ nothing but rounding (the gradient of a bias before batch norm is zero), so no t
 thousandth of the largest of its kind in the network.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isnan
@@ -30,10 +30,10 @@ FLOOR = 1e-3
 """The least size of a tensor, relative to the largest of its kind."""
 
 Kind = Literal[
-    "output", "loss", "input gradient", "evaluation",
-    "value", "value gradient", "gradient", "buffer", "parameter", "evaluated value",
+    "output", "loss", "input gradient", "value", "value gradient", "gradient", "buffer", "evaluated value",
+    "later state", "later evaluation",
 ]  # fmt: skip
-"""What was compared. The first four are the network's, the others have a name: a layer's or a state's."""
+"""What was compared: in the first pass and, `later`, after the steps. Values and states have a name."""
 
 Found = dict[tuple[Kind, str], float]
 """The largest difference of everything that was compared, by kind and name."""
@@ -84,14 +84,17 @@ class Comparison:
         """Compare; of several comparisons under one name the largest difference stays."""
         self.found[kind, name] = max(self.found.get((kind, name), 0.0), apart(ours, theirs, scale))
 
-    def note_all(
-        self, kind: Kind, pairs: Iterable[tuple[str, Tensor, Tensor, Box | None]], everything: Iterable[Tensor]
-    ) -> None:
-        """Compare tensors of one kind: (name, ours, one device's whole, the box of it that is ours)."""
-        floor = FLOOR * max(map(size, everything), default=0.0)
-        for name, ours, theirs, box in pairs:
-            part = theirs if box is None else theirs[slices(box, whole(theirs.shape))]
-            self.note(kind, name, ours, part, max(size(theirs), floor))
+    def note_shards(self, kind: Kind, ours: Mapping[str, tuple[Tensor, Box]], theirs: Mapping[str, Tensor]) -> None:
+        """Compare this rank's shards, and the box that each is, with one device's whole tensors of the same names."""
+        scales = scales_of(theirs)
+        for name, (shard, box) in ours.items():
+            if name in theirs:
+                self.note(kind, name, shard, part(theirs[name], box), scales[name])
+
+
+def part(tensor: Tensor, box: Box | None) -> Tensor:
+    """A box of a whole tensor; None: all of it."""
+    return tensor if box is None else tensor[slices(box, whole(tensor.shape))]
 
 
 @dataclass(frozen=True)
@@ -180,17 +183,9 @@ def _first_pass(at: Comparison, rows: Rows, x: Tensor, y: Tensor, output: Tensor
         at.note("loss", "", loss, expected.to(loss), abs(one.loss_value))
     if one.x_grad is not None and x.grad is not None:
         at.note("input gradient", "", x.grad, one.x_grad[rows.given], size(one.x_grad))
-    mine = {name: (states[name], layout[rank]) for name, layout in states.layouts.items() if layout[rank] is not None}
-    at.note_all(
-        "gradient",
-        [(name, _grad(shard), one.grads[name], box) for name, (shard, box) in mine.items() if name in one.grads],
-        one.grads.values(),
-    )
-    at.note_all(
-        "buffer",
-        [(name, shard, one.buffers[name], box) for name, (shard, box) in mine.items() if name in one.buffers],
-        one.buffers.values(),
-    )
+    boxes = {name: box for name, layout in states.layouts.items() if (box := layout[rank]) is not None}
+    at.note_shards("gradient", {name: (_grad(states[name]), box) for name, box in boxes.items()}, one.grads)
+    at.note_shards("buffer", {name: (states[name], box) for name, box in boxes.items()}, one.buffers)
 
 
 def _further_steps(at: Comparison, rows: Rows, x: Tensor, y: Tensor) -> None:
@@ -202,17 +197,28 @@ def _further_steps(at: Comparison, rows: Rows, x: Tensor, y: Tensor) -> None:
             optimizer.zero_grad()
             torch.autograd.backward(_forward(at, x, y)[1])
         optimizer.step()
-    full = full_state_dict(model)
+    full, scales = full_state_dict(model), scales_of(one.after)
     assert list(full) == list(one.after), "full_state_dict has other keys than the module"
-    name_of = model._states.keys  # tied tensors have several keys
-    buffers = {key for key in full if name_of[key] in one.buffers}
-    kinds: tuple[tuple[Kind, Iterable[str]], ...] = (("parameter", full.keys() - buffers), ("buffer", buffers))
-    for kind, keys in kinds:
-        of = [key for key in full if key in keys]
-        at.note_all(kind, [(name_of[k], full[k], one.after[k], None) for k in of], [one.after[k] for k in of])
+    for key, name in model._states.keys.items():  # tied tensors have several keys
+        at.note("later state", name, full[key], one.after[key], scales[key])
     if one.evaluated is not None:
-        evaluated = _evaluate(model, x)
-        at.note("evaluation", "", evaluated, one.evaluated[rows.result], size(one.evaluated))
+        at.note("later evaluation", "", _evaluate(model, x), one.evaluated[rows.result], size(one.evaluated))
+
+
+def scales_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """What differences of each tensor are divided by."""
+    sizes = {name: size(tensor) for name, tensor in tensors.items()}
+    floor = FLOOR * max(sizes.values(), default=0.0)
+    return {name: max(one, floor) for name, one in sizes.items()}
+
+
+def noise(one: OneDevice, shaken: OneDevice) -> float:
+    """How far one device is from itself after the steps, where its weights were `shaken` by their last bit."""
+    scales = scales_of(one.after)
+    found = [apart(shaken.after[name], tensor, scales[name]) for name, tensor in one.after.items()]
+    if one.evaluated is not None and shaken.evaluated is not None:
+        found.append(apart(shaken.evaluated, one.evaluated, size(one.evaluated)))
+    return max(found, default=0.0)
 
 
 def _evaluate(model: ParallelModule, x: Tensor) -> Tensor:
@@ -243,7 +249,7 @@ class _Watch:
 
     def __init__(self, at: Comparison, record: Seen | None, against: Seen | None) -> None:
         self.at, self.record, self.against = at, record, against
-        self._floors: dict[str, float] = {}
+        self._scales: dict[str, Mapping[str, float]] = {}
         self._copied: dict[str, Tensor] = {}
         self._placed: dict[bool, _Places] = {}
 
@@ -297,10 +303,9 @@ class _Watch:
 
     def _note(self, kind: Kind, layer: str, ours: Tensor, theirs: Tensor, box: Box | None) -> None:
         assert self.against is not None
-        if kind not in self._floors:
-            self._floors[kind] = FLOOR * max(map(size, self._kept(self.against, kind).values()), default=0.0)
-        part = theirs if box is None else theirs[slices(box, whole(theirs.shape))]
-        self.at.note(kind, layer, ours, part, max(size(theirs), self._floors[kind]))
+        if kind not in self._scales:
+            self._scales[kind] = scales_of(self._kept(self.against, kind))
+        self.at.note(kind, layer, ours, part(theirs, box), self._scales[kind][layer])
 
     def _kept(self, seen: Seen, kind: Kind) -> dict[str, Tensor]:
         return {"value": seen.values, "value gradient": seen.grads, "evaluated value": seen.evaluated}[kind]

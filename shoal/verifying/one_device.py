@@ -15,7 +15,7 @@ Draws = Callable[[bool, int], AbstractContextManager[None]]
 """(whether the network trains, number of the training pass) -> within, the module draws as a plan does."""
 
 RATE = 1e-3
-"""Small steps: after large ones some networks are chaotic, one device being far from itself with one bit changed."""
+"""Small steps: large ones make some networks chaotic, and then nothing can be said of what comes after them."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,17 @@ def run_one_device(
     )
     _check_finite(one)
     return one
+
+
+def shaken(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose parameters differ from the model's in their last bit, up or down at random."""
+    copy, draw = deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            if parameter.is_floating_point():
+                up = torch.rand(parameter.shape, generator=draw).lt(0.5).to(parameter)
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
+    return copy
 
 
 def _check_finite(one: OneDevice) -> None:

@@ -1,0 +1,84 @@
+"""`shoal.verify`: sound plans pass, a broken rule fails with its layer named, what cannot be compared is refused."""
+
+import pytest
+import torch
+
+from tests.parity import verify_cases as cases
+from tests.parity.conftest import RunOnRanks
+
+PLANS = ["data", "model", "owt", "spatial"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_sound_plan_passes(on_ranks: RunOnRanks, plan: str) -> None:
+    first, second = on_ranks(2, cases.verdict, plan)
+    assert first == second  # one verdict for all ranks
+    assert first.passed, first.culprit
+    assert first.culprit is None
+    assert first.worst < 1e-12
+    rows = {row.layer: row for row in first.rows}
+    for layer in ("conv1", "bn1", "conv2", "side", "fc"):
+        row = rows[layer]
+        assert None not in (row.output, row.output_gradient, row.parameter_gradient, row.after_steps), row
+    assert rows["bn1"].buffers is not None
+    assert rows["unused.weight"].after_steps == 0.0
+    assert {"drop", "drop2d"} <= rows.keys()
+    assert None not in (first.output, first.loss, first.input_gradient, first.evaluation)
+
+
+def test_with_the_loss_laid_over_the_ranks_too(on_ranks: RunOnRanks) -> None:
+    verdict = on_ranks(2, cases.verdict, "owt", loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))[0]
+    assert verdict.passed, verdict.culprit
+    assert verdict.output is None
+
+
+def test_single_precision_has_its_own_tolerance(on_ranks: RunOnRanks) -> None:
+    verdict = on_ranks(2, cases.verdict, "spatial", dtype=torch.float32)[0]
+    assert verdict.passed, verdict.culprit
+    assert verdict.worst > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("breakage", "layer", "plan", "fault"),
+    [
+        ("shifted_halo", "conv1", "spatial", "output"),
+        ("shifted_halo", "conv3", "spatial", "output"),
+        ("sum_left_out", "bn1", "data", "output"),
+        ("sum_left_out", "bn2", "spatial", "output"),
+        ("wrong_parameter_gradient", "conv2", "model", "parameter gradient"),
+        ("wrong_parameter_gradient", "conv2", "data", "parameter gradient"),
+        ("wrong_input_gradient", "conv1", "spatial", "input gradient"),  # of the network's own input
+        ("wrong_input_gradient", "conv2", "data", "input gradient"),  # its input has three readers
+        ("wrong_input_gradient", "side", "spatial", "input gradient"),  # the same value's second reader
+        ("wrong_input_gradient", "conv3", "model", "input gradient"),
+        ("wrong_product", "fc", "owt", "input gradient"),
+        ("wrong_statistics", "bn2", "data", "buffers"),
+        ("wrong_evaluation", "bn1", "spatial", "evaluation"),
+        ("wrong_capture", "conv2", "data", "capture"),
+    ],
+)
+def test_a_broken_rule_is_named(on_ranks: RunOnRanks, breakage: str, layer: str, plan: str, fault: str) -> None:
+    verdict = on_ranks(2, cases.broken, breakage, layer, plan)[0]
+    assert not verdict.passed
+    assert verdict.culprit is not None
+    assert (verdict.culprit.layers, verdict.culprit.fault) == ((layer,), fault)
+    assert f"layer '{layer}'" in str(verdict.culprit)
+
+
+def test_one_of_the_layers_that_share_a_wrong_gradient(on_ranks: RunOnRanks) -> None:
+    verdict = on_ranks(2, cases.broken, "wrong_parameter_gradient", "tied", "data")[0]
+    assert verdict.culprit.layers == ("side", "tied")
+    assert verdict.culprit.fault == "parameter gradient"
+
+
+def test_statistics_of_its_own_share_are_not_one_devices(on_ranks: RunOnRanks) -> None:
+    verdict = on_ranks(2, cases.verdict, "data", batch_norm="local")[0]
+    assert verdict.culprit.layers == ("bn1",)
+    assert on_ranks(2, cases.verdict, "model", batch_norm="local")[0].passed
+
+
+def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
+    words = ["'3x5'", "float16", "(4, 2, 13, 11)", "tuple", "finite", "workers=3", "rank 1", "steps=0"]
+    for messages in on_ranks(2, cases.refusals):
+        for message, word in zip(messages, words, strict=True):
+            assert word in message
