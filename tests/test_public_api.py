@@ -10,7 +10,19 @@ import shoal
 
 PUBLIC = [
     *("__version__", "parallelize", "ParallelModule", "full_state_dict", "load_full_state_dict", "clip_grad_norm_"),
-    *("capture", "LayerGraph", "verify", "Verdict", "TrainConfig", "train", "resume", "Listener", "RunResult", "Plan", "Cut"),
+    *(
+        "capture",
+        "LayerGraph",
+        "verify",
+        "Verdict",
+        "TrainConfig",
+        "train",
+        "resume",
+        "Listener",
+        "RunResult",
+        "Plan",
+        "Cut",
+    ),
     *("zoo", "data", "errors"),
 ]
 

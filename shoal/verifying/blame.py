@@ -1,11 +1,11 @@
 """Which layer is at fault: the first thing that is wrong though everything it depends on is right. Pure.
 
-    capture              the network laid on one rank differs from the module already
-    output               forwards, the first layer whose output differs: all that it reads agrees
-    result               every layer agrees, but not what the ranks are given
-    parameter gradient   backwards, the first layer whose parameters' gradient differs while its output's agrees
-    input gradient       backwards, the first value whose gradient differs; the layer that reads it passed it back
-    buffers, evaluation, steps: what is left when the first training pass agrees
+capture              the network laid on one rank differs from the module already
+output               forwards, the first layer whose output differs: all that it reads agrees
+result               every layer agrees, but not what the ranks are given
+parameter gradient   backwards, the first layer whose parameters' gradient differs while its output's agrees
+input gradient       backwards, the first value whose gradient differs; the layer that reads it passed it back
+buffers, evaluation, steps: what is left when the first training pass agrees
 """
 
 from collections.abc import Iterator, Mapping

@@ -36,7 +36,7 @@ class _Draws(TorchDispatchMode):
         self.graph, self.layers, self.seed, self.step = graph, layers, seed, step
         self.taken = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if self.taken == len(self.layers):

@@ -67,9 +67,7 @@ def resolved(config: VerifyConfig) -> VerifyConfig:
             f"the shape of a sample for the model {config.model!r} is not known.",
             "Give it with --input C,H,W, or give data with --data.",
         )
-    return config.model_copy(
-        update={"input": small.input, "model_options": {**small.options, **config.model_options}}
-    )
+    return config.model_copy(update={"input": small.input, "model_options": {**small.options, **config.model_options}})
 
 
 def _batch(config: VerifyConfig) -> tuple[Tensor | tuple[int, ...], Tensor | None, tuple[int, ...], int]:

@@ -14,8 +14,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Draws = Callable[[bool, int], AbstractContextManager[None]]
 """(whether the network trains, number of the training pass) -> within, the module draws as a plan does."""
 
-RATE = 1e-3
-"""Small steps: large ones make some networks chaotic, and then nothing can be said of what comes after them."""
+STRIDE = 1e-4
+"""A first step's length over the length of all parameters. Longer ones make some networks chaotic, and then nothing
+can be said of what comes after them.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ def optimizer_of(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim
 
 
 def run_one_device(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, steps: int, rate: float = RATE, draws: Draws | None = None
+    model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, steps: int, rate: float | None = None, draws: Draws | None = None
 ) -> OneDevice:
     """Train a copy of `model` for `steps` steps on one batch. Steps 0: one pass forward and back, and no evaluation.
 
+    The learning rate makes the steps short unless it is given.
     Numbers that are not finite are a `ModelError`: nothing can be compared with them.
     """
     eager = deepcopy(model)
@@ -62,6 +65,7 @@ def run_one_device(
     torch.autograd.backward(value)
     grads = {name: p.grad.clone() for name, p in eager.named_parameters() if p.grad is not None}
     buffers = {name: b.clone() for name, b in eager.named_buffers()}
+    rate = _short(eager, grads) if rate is None else rate
     optimizer = optimizer_of(eager.parameters(), rate)
     for step in range(1, steps + 1):
         if step > 1:
@@ -75,11 +79,18 @@ def run_one_device(
     if steps:
         with drawing(False, steps), torch.no_grad():
             evaluated = eager.eval()(x)
-    one = OneDevice(
-        x, y, loss, output.detach(), value.item(), grads, leaf.grad, buffers, steps, rate, after, evaluated
-    )
+    one = OneDevice(x, y, loss, output.detach(), value.item(), grads, leaf.grad, buffers, steps, rate, after, evaluated)
     _check_finite(one)
     return one
+
+
+def _short(model: nn.Module, grads: Mapping[str, Tensor]) -> float:
+    parameters, slope = _length(p for p in model.parameters() if p.grad is not None), _length(grads.values())
+    return STRIDE * parameters / slope if slope > 0 else STRIDE
+
+
+def _length(tensors: Iterable[Tensor]) -> float:
+    return sum(tensor.detach().double().square().sum().item() for tensor in tensors) ** 0.5
 
 
 def shaken(model: nn.Module, seed: int) -> nn.Module:

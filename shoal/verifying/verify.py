@@ -204,9 +204,7 @@ class _Subject:
             self.y,
             self.loss,
             steps=self.settings.steps,
-            draws=lambda training, step: drawing_as(
-                self.captured.graphs[training], seed=self.settings.seed, step=step
-            ),
+            draws=lambda training, step: drawing_as(self.captured.graphs[training], seed=self.settings.seed, step=step),
         )
 
     def lay(self, captured: Captured, plan: str | Path | Plan, transport: Transport) -> ParallelModule:
