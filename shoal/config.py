@@ -1,4 +1,4 @@
-"""What a training run is asked to do, as one frozen value.
+"""What a command is asked to do, as one frozen value: a training run, or a comparison with one device.
 
 The command line's flags, a recipe's keys and `OUT/config.yaml` are these fields and no others, so one
 check serves all three. Each field's text below is its help on the command line.
@@ -6,10 +6,11 @@ check serves all three. Each field's text below is its help on the command line.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
@@ -38,12 +39,20 @@ def _count(value: object) -> object:
     return cores() if value == "auto" else value
 
 
+Workers = Annotated[
+    int,
+    BeforeValidator(_count),
+    Field(
+        gt=0,
+        description="Ranks in all, started on this host; auto is one per core. Under torchrun and srun: their number.",
+    ),
+]
 Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
 Shape = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_sizes), Field(min_length=1)]
 
 
-class TrainConfig(BaseModel):
-    """One training run. Frozen; unknown names and values out of range are refused with `ConfigError`."""
+class Settings(BaseModel):
+    """What every command asks of a network and its plan. Frozen; unknown names and values out of range are refused."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -52,24 +61,63 @@ class TrainConfig(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+    described_as: ClassVar[str]
+    """What these are settings of, for messages."""
 
     model: str = "lenet5"
     """A zoo name, or package.module:factory for your own network."""
     model_options: Options = Field(default_factory=dict)
     """Further keywords for the network's factory, such as width=16,depth=3."""
-    data: str = "default"
-    """A data set's name, folder:PATH, npz:PATH or synthetic; default takes the first that is found."""
+    data: str | None
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; the data's own unless given."""
     classes: int | None = Field(default=None, gt=0)
     """Number of classes; the data's own unless given."""
+    batch: int
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the first weights, the order of samples, dropout and augmentation."""
+
+    workers: Workers = 1
+    plan: str = "data"
+    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, or a plan file."""
+    batch_norm: Literal["exact", "local"] = "exact"
+    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    recompute: bool = False
+    """Compute activations a second time in backward instead of keeping them: less memory, more time."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds that a worker waits for another before the run fails."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads per worker; all cores shared among the workers unless given."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
+        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
+        for name in values:
+            if name not in cls.model_fields:
+                raise ConfigError(
+                    f"{source}{name!r} is not a setting of {cls.described_as}.",
+                    suggestion(name, cls.model_fields),
+                )
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _explain(error.errors()[0], cls.model_fields, source) from None
+
+
+class TrainConfig(Settings):
+    """One training run. Frozen; unknown names and values out of range are refused with `ConfigError`."""
+
+    described_as = "a training run"
+
+    data: str = "default"
+    """A data set's name, folder:PATH, npz:PATH or synthetic; default takes the first that is found."""
+    batch: int = Field(default=64, gt=0)
+    """Samples per step, over all workers together."""
     augment: str = ""
     """Random changes to training samples, such as flip,shift:4,crop:256."""
 
     epochs: int = Field(default=5, gt=0)
     """Passes over the training set."""
-    batch: int = Field(default=64, gt=0)
-    """Samples per step, over all workers together."""
     lr: float = Field(default=0.05, gt=0)
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -80,23 +128,9 @@ class TrainConfig(BaseModel):
     """Momentum of SGD."""
     weight_decay: float = Field(default=5e-4, ge=0)
     """L2 penalty on the weights."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the first weights, the order of samples, dropout and augmentation."""
 
-    workers: Annotated[int, Field(gt=0), BeforeValidator(_count)] = 1
-    """Ranks in all, started on this host; auto is one per core. Under torchrun and srun: their number."""
-    plan: str = "data"
-    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, or a plan file."""
-    batch_norm: Literal["exact", "local"] = "exact"
-    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
-    recompute: bool = False
-    """Compute activations a second time in backward instead of keeping them: less memory, more time."""
     bucket_bytes: int | None = Field(default=None, gt=0)
     """Bytes of gradients that are summed at a time; measured on the link unless given."""
-    timeout: float = Field(default=120.0, gt=0)
-    """Seconds that a worker waits for another before the run fails."""
-    threads: int | None = Field(default=None, gt=0)
-    """Threads per worker; all cores shared among the workers unless given."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes an accelerator where there is one."""
 
@@ -119,28 +153,32 @@ class TrainConfig(BaseModel):
             )
         return self
 
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
-        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
-        for name in values:
-            if name not in cls.model_fields:
-                raise ConfigError(
-                    f"{source}{name!r} is not a setting of a training run.",
-                    suggestion(name, cls.model_fields),
-                )
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise _explain(error.errors()[0], source) from None
-
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def _explain(detail: ErrorDetails, source: str) -> ConfigError:
+class VerifyConfig(Settings):
+    """One comparison of a plan with one device. Frozen; refuses as `TrainConfig` does."""
+
+    described_as = "a comparison with one device"
+
+    data: str | None = None
+    """A data set whose first samples are the batch, as for training; random numbers unless given."""
+    batch: int = Field(default=4, gt=0)
+    """Samples of the batch, over all workers together."""
+    workers: Workers = 2
+    steps: int = Field(default=3, gt=0)
+    """Optimizer steps, after which parameters, buffers and an evaluation are compared."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Precision of both sides; float64 leaves a plan no rounding to hide behind."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest relative difference that passes; 1e-9 in float64 and 1e-3 in float32 unless given."""
+
+
+def _explain(detail: ErrorDetails, fields: Mapping[str, FieldInfo], source: str) -> ConfigError:
     name = str(detail["loc"][0])
-    field = TrainConfig.model_fields[name]
+    field = fields[name]
     given = detail["input"] if len(detail["loc"]) == 1 else f"part {detail['loc'][-1]!r}"
     reason = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return ConfigError(

@@ -8,24 +8,33 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import TrainConfig, read_recipe
+from shoal.config import Settings, TrainConfig, VerifyConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.machine import cores
 
-FLAGS = (
-    "model model_options data input classes augment epochs batch lr schedule warmup momentum weight_decay "
-    "seed workers plan batch_norm recompute bucket_bytes timeout threads device "
-    "out eval_every checkpoint_every log_every"
-)
+SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
+FLAGS = {
+    TrainConfig: SHARED
+    + "augment epochs lr schedule warmup momentum weight_decay bucket_bytes device "
+    "out eval_every checkpoint_every log_every",
+    VerifyConfig: SHARED + "steps dtype tolerance",
+}
 
 
-def test_settings_are_pinned() -> None:
-    """A new setting is a decision: it becomes a flag, a recipe's key and a line of config.yaml."""
-    assert list(TrainConfig.model_fields) == FLAGS.split()
+@pytest.mark.parametrize("settings", FLAGS)
+def test_settings_are_pinned(settings: type[Settings]) -> None:
+    """A new setting is a decision: it becomes a flag, and of training a recipe's key and a line of config.yaml."""
+    assert list(settings.model_fields) == FLAGS[settings].split()
 
 
-def test_every_setting_explains_itself() -> None:
-    assert all(field.description for field in TrainConfig.model_fields.values())
+@pytest.mark.parametrize("settings", FLAGS)
+def test_every_setting_explains_itself(settings: type[Settings]) -> None:
+    assert all(field.description for field in settings.model_fields.values())
+
+
+def test_a_comparison_has_no_recipe_of_training() -> None:
+    with pytest.raises(ConfigError, match="'epochs' is not a setting of a comparison"):
+        VerifyConfig.parse({"epochs": 3})
 
 
 def test_text_from_a_command_line_becomes_values() -> None:
