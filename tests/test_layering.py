@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
-    *("partition", "moves", "graph", "plan", "traffic", "config", "result"),
+    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"errors", "files", "partition"},
     "config": {"errors", "machine"},
     "result": {"_version"},
+    "verdict": set(),
     "traffic": set(),
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
@@ -35,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "files", "units"},
     "launching": {"errors", "machine"},
     "training": NOUNS | {"zoo", "data", "launching", "planning", "transport", "execution"},
-    "cli": NOUNS | {"zoo", "data", "launching", "training"},
+    "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
+    "cli": NOUNS | {"zoo", "data", "launching", "training", "verifying"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -12,6 +12,7 @@ from shoal.errors import ConfigError, DivergedError, InputError, ShoalError, Sto
 
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
+    "verify": ("shoal.cli.verify:verify", "Compare a plan with one device, number by number."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
 

@@ -34,6 +34,15 @@ class World:
         """Whether all ranks are surely on this host."""
         return self.local_size == self.size
 
+    def workers(self, asked: int | None) -> int:
+        """Its size; a `ConfigError` where the user asked for another number of workers. None: nobody asked."""
+        if asked not in (None, self.size):
+            raise ConfigError(
+                f"workers = {asked}, but {self.origin} started {self.size} ranks.",
+                f"Leave --workers away, or give {self.origin} another number.",
+            )
+        return self.size
+
 
 def surrounding(environ: Mapping[str, str] | None = None) -> World | None:
     """The world that `environ` (this process's own unless given) describes, or None where this process is alone.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError
 from shoal.files import write_text_atomically
-from shoal.launching import World, joined, run, surrounding
+from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -49,7 +49,7 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
     world = surrounding()
     if world is not None and world.size > 1:
-        config = _as_in(world, config, asked=asked)
+        config = config.model_copy(update={"workers": world.workers(config.workers if asked else None)})
         with joined(world, _kind_of_device(config, world.local_size or world.size), config.timeout):
             return train_on_rank(config, resumed, listener, world.local_size)
     if config.workers == 1:
@@ -66,15 +66,6 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
         device=_kind_of_device(config, config.workers),
     )
     return results[0]
-
-
-def _as_in(world: World, config: TrainConfig, *, asked: bool) -> TrainConfig:
-    if asked and config.workers != world.size:
-        raise ConfigError(
-            f"workers = {config.workers}, but {world.origin} started {world.size} ranks.",
-            f"Leave --workers away, or give {world.origin} another number.",
-        )
-    return config.model_copy(update={"workers": world.size})
 
 
 def _kind_of_device(config: TrainConfig, ranks_here: int) -> str:

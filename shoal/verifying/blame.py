@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 from shoal.graph import Layer, LayerGraph, State, Value
 from shoal.verdict import Fault
-
-Differences = Mapping[tuple[str, str], float]
-"""The largest difference of everything that was compared, by kind and name."""
+from shoal.verifying.found import Found, Kind
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Suspects:
 
 
 def suspects(
-    training: LayerGraph, evaluation: LayerGraph, found: Differences, tolerance: float, later_tolerance: float
+    training: LayerGraph, evaluation: LayerGraph, found: Found, tolerance: float, later_tolerance: float
 ) -> Suspects | None:
     """The first fault that a step meets; None where everything agrees."""
     wrong = {
@@ -50,28 +48,27 @@ def suspects(
     return every[0] if every else None
 
 
-def _forwards(graph: LayerGraph, kind: str, fault: Fault, wrong: Differences) -> Iterator[Suspects]:
+def _forwards(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iterator[Suspects]:
     for layer in graph.layers:
         if (kind, layer.name) in wrong:
             yield Suspects((layer.name,), fault, wrong[kind, layer.name])
 
 
-def _results(graph: LayerGraph, wrong: Differences, *kinds: str) -> Iterator[Suspects]:
+def _results(graph: LayerGraph, wrong: Found, *kinds: Kind) -> Iterator[Suspects]:
     for kind in kinds:
         if (kind, "") in wrong:
             yield Suspects((graph.output,), "result", wrong[kind, ""])
 
 
-def _backwards(graph: LayerGraph, wrong: Differences) -> Iterator[Suspects]:
+def _backwards(graph: LayerGraph, wrong: Found) -> Iterator[Suspects]:
     users = users_of(graph)
     for layer in reversed(graph.layers):
-        key = ("value gradient", layer.name)
-        if key in wrong:
+        if (difference := wrong.get(("value gradient", layer.name))) is not None:
             readers = readers_of(graph, layer.name)
             if readers:
-                yield Suspects(readers, "input gradient", wrong[key], layer.name)
+                yield Suspects(readers, "input gradient", difference, layer.name)
             else:
-                yield Suspects((layer.name,), "result", wrong[key])
+                yield Suspects((layer.name,), "result", difference)
         for name in states_of(layer):
             # a shared parameter is judged at its first user, when all of them have been passed
             if ("gradient", name) in wrong and users[name][0] == layer.name:
@@ -81,7 +78,7 @@ def _backwards(graph: LayerGraph, wrong: Differences) -> Iterator[Suspects]:
         yield Suspects(readers_of(graph, first), "input gradient", wrong["input gradient", ""], first)
 
 
-def _states(graph: LayerGraph, kind: str, fault: Fault, wrong: Differences) -> Iterator[Suspects]:
+def _states(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iterator[Suspects]:
     users = users_of(graph)
     for (found, name), difference in wrong.items():
         if found == kind:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isnan
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,21 +22,13 @@ from shoal.moves import Layout
 from shoal.partition import Box, slices, whole
 from shoal.traffic import Sent
 from shoal.transport import Transport
+from shoal.verifying.found import Found, Kind
 from shoal.verifying.one_device import OneDevice, optimizer_of
 
 PURPOSE = "verify"
 """Of the group in which copies' gradients are summed."""
 FLOOR = 1e-3
 """The least size of a tensor, relative to the largest of its kind."""
-
-Kind = Literal[
-    "output", "loss", "input gradient", "value", "value gradient", "gradient", "buffer", "evaluated value",
-    "later state", "later evaluation",
-]  # fmt: skip
-"""What was compared: in the first pass and, `later`, after the steps. Values and states have a name."""
-
-Found = dict[tuple[Kind, str], float]
-"""The largest difference of everything that was compared, by kind and name."""
 
 Observe = Callable[[str, str, Tensor], None]
 
@@ -78,7 +70,7 @@ class Comparison:
         self, one: OneDevice, model: ParallelModule, transport: Transport, tail: LossTail | None = None
     ) -> None:
         self.one, self.model, self.transport, self.tail = one, model, transport, tail
-        self.found: Found = {}
+        self.found: dict[tuple[Kind, str], float] = {}
 
     def note(self, kind: Kind, name: str, ours: Tensor, theirs: Tensor, scale: float) -> None:
         """Compare; of several comparisons under one name the largest difference stays."""

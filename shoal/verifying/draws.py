@@ -30,9 +30,9 @@ def drawing_as(graph: LayerGraph, *, seed: int, step: int) -> Iterator[None]:
         raise _unlike(f"{mode.taken} times on its own, {len(layers)} times as it was captured")
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
     def __init__(self, graph: LayerGraph, layers: list[Layer], seed: int, step: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.layers, self.seed, self.step = graph, layers, seed, step
         self.taken = 0
 

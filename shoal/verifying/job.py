@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal import data, zoo
+from shoal import data, planning, zoo
 from shoal.config import VerifyConfig
 from shoal.errors import ConfigError
+from shoal.launching import joined, run, surrounding
+from shoal.machine import cores
 from shoal.verdict import Verdict
 from shoal.verifying.verify import Progress, verify
 
@@ -36,12 +38,35 @@ CLASSES = 7
 """Unless the user or the data says otherwise: few, and odd."""
 
 
-def verify_job(config: VerifyConfig, progress: Progress | None = None) -> Verdict:
-    """What `config` asks for, on the ranks that there are. A collective; bad input is an `InputError` on each."""
-    config = resolved(config)
-    x, y, shape, classes = _batch(config)
-    torch.manual_seed(config.seed)
-    model = zoo.build(config.model, input=shape, classes=classes, options=config.model_options)
+def start(config: VerifyConfig, progress: Progress | None = None) -> Verdict:
+    """Verify as `config` says: in this process alone, on ranks that are started here, or as one rank of a world.
+
+    Bad input is an `InputError`, found before ranks are started where it can be. `progress` hears on rank 0 what is
+    going on; for ranks started here it must survive pickling.
+    """
+    world = surrounding()
+    if world is not None and world.size > 1:
+        asked = config.workers if "workers" in config.model_fields_set else None
+        config = config.model_copy(update={"workers": world.workers(asked)})
+        with joined(world, timeout=config.timeout):
+            torch.set_num_threads(_threads(config, world.local_size or world.size))
+            return _on_rank(config, progress)
+    _prepare(config)
+    if config.workers == 1:
+        torch.set_num_threads(_threads(config, 1))
+        return _on_rank(config, progress)
+    threads = _threads(config, config.workers)
+    verdicts = run(_on_rank, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
+    return verdicts[0]
+
+
+def _threads(config: VerifyConfig, ranks_here: int) -> int:
+    return config.threads or max(1, cores() // ranks_here)
+
+
+def _on_rank(config: VerifyConfig, progress: Progress | None) -> Verdict:
+    """On the ranks that there are. A collective."""
+    model, x, y = _prepare(config)
     return verify(
         model,
         x,
@@ -52,12 +77,22 @@ def verify_job(config: VerifyConfig, progress: Progress | None = None) -> Verdic
         dtype=getattr(torch, config.dtype),
         seed=config.seed,
         batch_norm=config.batch_norm,
+        recompute=config.recompute,
         name=config.model,
         progress=progress,
     )
 
 
-def resolved(config: VerifyConfig) -> VerifyConfig:
+def _prepare(config: VerifyConfig) -> tuple[nn.Module, Tensor | tuple[int, ...], Tensor | None]:
+    """(network, samples or their shape, targets or None), checked as far as it can be without running them."""
+    planning.check(config.plan, config.workers)
+    config = _with_sizes(config)
+    x, y, shape, classes = _batch(config)
+    torch.manual_seed(config.seed)
+    return zoo.build(config.model, input=shape, classes=classes, options=config.model_options), x, y
+
+
+def _with_sizes(config: VerifyConfig) -> VerifyConfig:
     """With small sizes for a zoo network whose sizes were left open; a network of the user's own needs its input."""
     if config.data is not None or config.input is not None:
         return config

@@ -1,5 +1,6 @@
 """What one device makes of a network and a batch: the plain eager module, trained for a few steps."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -49,7 +50,14 @@ def optimizer_of(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim
 
 
 def run_one_device(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Loss, *, steps: int, rate: float | None = None, draws: Draws | None = None
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+    *,
+    steps: int,
+    rate: float | None = None,
+    draws: Draws | None = None,
 ) -> OneDevice:
     """Train a copy of `model` for `steps` steps on one batch. Steps 0: one pass forward and back, and no evaluation.
 
@@ -90,7 +98,7 @@ def _short(model: nn.Module, grads: Mapping[str, Tensor]) -> float:
 
 
 def _length(tensors: Iterable[Tensor]) -> float:
-    return sum(tensor.detach().double().square().sum().item() for tensor in tensors) ** 0.5
+    return math.hypot(*(torch.linalg.vector_norm(tensor.detach()).item() for tensor in tensors))
 
 
 def shaken(model: nn.Module, seed: int) -> nn.Module:

@@ -18,6 +18,7 @@ from shoal.errors import ConfigError, ModelError
 from shoal.execution.module import ParallelModule
 from shoal.execution.parallelize import Captured, capture_modes, lay
 from shoal.graph import LayerGraph
+from shoal.launching import run
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.result import versions
@@ -25,14 +26,15 @@ from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
 from shoal.verdict import Culprit, LayerDifferences, Verdict
 from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
-from shoal.verifying.compare import Found, Seen, apart, compare, noise, size
+from shoal.verifying.compare import Seen, apart, compare, noise, size
 from shoal.verifying.draws import drawing_as
+from shoal.verifying.found import Found, Kind
 from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device, shaken
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative differences that another order of additions explains, by type."""
 
-NOISE = 100.0
+NOISE = 30.0
 """After the steps a plan may be this many times as far from one device as one device, its weights changed by their
 last bit, is from itself: some networks multiply rounding by millions in a few steps.
 """
@@ -51,6 +53,7 @@ class _Settings:
     dtype: torch.dtype
     seed: int
     batch_norm: Literal["exact", "local"]
+    recompute: bool
     name: str
     progress: Progress
 
@@ -68,9 +71,10 @@ def verify(
     seed: int = 0,
     workers: int | None = None,
     batch_norm: Literal["exact", "local"] = "exact",
+    recompute: bool = False,
     name: str | None = None,
-    threads: int | None = None,
-    timeout: float | None = None,
+    threads: int = 1,
+    timeout: float = 120.0,
     progress: Progress | None = None,
 ) -> Verdict:
     """Train `model` under `plan` beside the plain module on one device, and compare number by number.
@@ -81,7 +85,9 @@ def verify(
     target      what the output is compared with; drawn where it is not given
     steps       optimizer steps on that batch, after which parameters, buffers and an evaluation are compared
     tolerance   largest relative difference that passes: 1e-9 in float64, 1e-3 in float32, unless given
-    workers     without a process group: start so many processes for it. With one: a collective over its ranks
+    workers     without a process group: start so many processes for it, each with so many `threads`, that give up
+                when one waits `timeout` seconds for another. With a process group: a collective over its ranks
+    progress    is told on rank 0 what is going on
 
     Compares the output, the loss, every layer's output and its gradient, the gradients of parameters and input,
     buffers, the state after the steps and an evaluation. Dropout draws on one device the masks that the plan draws.
@@ -100,6 +106,7 @@ def verify(
         dtype=dtype,
         seed=seed,
         batch_norm=batch_norm,
+        recompute=recompute,
         name=name or type(model).__name__,
         progress=progress or _silent,
     )
@@ -124,11 +131,9 @@ def _in_processes(
     plan: str | Path | Plan,
     settings: _Settings,
     workers: int,
-    threads: int | None,
-    timeout: float | None,
+    threads: int,
+    timeout: float,
 ) -> Verdict:
-    from shoal.launching import run
-
     try:
         pickle.dumps((model, settings))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -136,10 +141,7 @@ def _in_processes(
             f"the network or its loss cannot be sent to other processes: {error}.",
             "Define them in a module that can be imported, or call shoal.verify on the ranks of a process group.",
         ) from None
-    results: list[Verdict] = run(
-        _verify_here, model, example, plan, settings, workers=workers, threads=threads, timeout=timeout
-    )
-    return results[0]
+    return run(_verify_here, model, example, plan, settings, workers=workers, threads=threads, timeout=timeout)[0]
 
 
 def _verify_here(
@@ -208,7 +210,8 @@ class _Subject:
         )
 
     def lay(self, captured: Captured, plan: str | Path | Plan, transport: Transport) -> ParallelModule:
-        return lay(captured, plan, transport, batch_norm=self.settings.batch_norm, seed=self.settings.seed)
+        how = self.settings
+        return lay(captured, plan, transport, batch_norm=how.batch_norm, seed=how.seed, recompute=how.recompute)
 
     def on_one_rank(self, one: OneDevice, captured: Captured | None = None) -> tuple[Seen, Found]:
         """The captured network on one rank: the value of every layer, and its differences from the module."""
@@ -302,8 +305,9 @@ def _check_alike(subject: _Subject, transport: Transport) -> None:
     """Ranks with other weights or another batch would differ for no fault of the plan."""
     tensors = [*subject.model.state_dict().values(), subject.x, subject.y]
     mine = [float(sum(t.double().sum().item() for t in tensors)), float(sum(t.double().norm().item() for t in tensors))]
-    for rank, row in enumerate(transport.gather_numbers(mine)):
-        if row != transport.gather_numbers(mine)[0]:
+    rows = transport.gather_numbers(mine)
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
             raise ConfigError(
                 f"rank {rank} passed other weights or another batch than rank 0.",
                 "Seed torch alike on every rank before the network is built, and pass the whole batch on each.",
@@ -312,17 +316,17 @@ def _check_alike(subject: _Subject, transport: Transport) -> None:
 
 def over_ranks(mine: Found, transport: Transport) -> Found:
     """The largest difference on any rank. A collective."""
-    found: Found = {}
+    found: dict[tuple[Kind, str], float] = {}
     for one in transport.gather_objects(mine):
         for key, difference in one.items():
             found[key] = max(found.get(key, 0.0), difference)
     return found
 
 
-def rows(graph: LayerGraph, plan: Plan, found: Mapping[tuple[str, str], float]) -> tuple[LayerDifferences, ...]:
+def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences, ...]:
     """One per layer, with the states that it is the first to use; then the states that no layer uses."""
     users, cuts = users_of(graph), dict(plan.layers)
-    kinds = {"gradient": "parameter_gradient", "buffer": "buffers", "later state": "after_steps"}
+    kinds: dict[Kind, str] = {"gradient": "parameter_gradient", "buffer": "buffers", "later state": "after_steps"}
     numbers: dict[str, dict[str, float]] = {}
     for (kind, name), difference in found.items():
         if kind in kinds:

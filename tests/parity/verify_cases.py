@@ -172,7 +172,7 @@ def wrong_capture(layer: str) -> Iterator[None]:
 
 
 BREAKAGES: dict[str, Callable[[str], Any]] = {
-    one.__name__: one  # type: ignore[attr-defined]
+    one.__name__: one
     for one in (
         *(shifted_halo, wrong_input_gradient, wrong_parameter_gradient, wrong_product),
         *(sum_left_out, wrong_statistics, wrong_evaluation, wrong_capture),
