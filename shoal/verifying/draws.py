@@ -1,7 +1,8 @@
 """Let an eager module draw the random masks that the engine draws: those of (seed, layer, step).
 
 An eager pass reaches its random operators in the order in which the captured network has them, so the i-th draw is
-the i-th random layer's. A network that draws in another way is refused, not compared with masks of its own.
+the i-th random layer's. All of them are masks of ones and zeros, since capture refuses other draws. A network that
+draws on its own in another way is refused, not compared with masks of its own.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from shoal.errors import ModelError
 from shoal.execution.randomness import LayerRandom
 from shoal.graph import Layer, LayerGraph
 from shoal.lowering.placement import op_of
-from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import whole
 
 
@@ -24,16 +24,16 @@ from shoal.partition import whole
 def drawing_as(graph: LayerGraph, *, seed: int, step: int) -> Iterator[None]:
     """Within, one eager forward pass draws what the engine draws in this step."""
     layers = [layer for layer in graph.layers if _draws(layer, graph)]
-    with _Draws(graph, layers, seed, step) as mode:
+    with _Draws(layers, seed, step) as mode:
         yield
     if mode.taken != len(layers):
         raise _unlike(f"{mode.taken} times on its own, {len(layers)} times as it was captured")
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
-    def __init__(self, graph: LayerGraph, layers: list[Layer], seed: int, step: int) -> None:
+    def __init__(self, layers: list[Layer], seed: int, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.layers, self.seed, self.step = graph, layers, seed, step
+        self.layers, self.seed, self.step = layers, seed, step
         self.taken = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,14 +43,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             raise _unlike(f"with {func} where its captured form draws nothing")
         layer = self.layers[self.taken]
         self.taken += 1
-        random = LayerRandom(self.seed, layer.name, self.step)
-        if rule_for(op_of(layer, self.graph)) is WHOLE:
-            with random.in_step():
-                return func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.bernoulli_.float:
             raise _unlike(f"with {func} where layer {layer.name!r} is {layer.op}")
         noise: Tensor = args[0]
         keep = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)  # the schema's default is left out
+        random = LayerRandom(self.seed, layer.name, self.step)
         return noise.copy_(random.box(tuple(noise.shape), whole(noise.shape), keep=keep, like=noise))
 
 

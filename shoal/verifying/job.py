@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
 from shoal.verdict import Verdict
-from shoal.verifying.verify import Progress, verify
+from shoal.verifying.verify import Progress, try_out, verify
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ def start(config: VerifyConfig, progress: Progress | None = None) -> Verdict:
         config = config.model_copy(update={"workers": world.workers(asked)})
         with joined(world, timeout=config.timeout):
             torch.set_num_threads(_threads(config, world.local_size or world.size))
-            return _on_rank(config, progress)
-    _prepare(config)
+            return on_rank(config, progress)
+    model, x, _ = _prepare(config)
+    try_out(model, x, dtype=getattr(torch, config.dtype), seed=config.seed, name=config.model)
     if config.workers == 1:
         torch.set_num_threads(_threads(config, 1))
-        return _on_rank(config, progress)
+        return on_rank(config, progress)
     threads = _threads(config, config.workers)
-    verdicts = run(_on_rank, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
+    verdicts = run(on_rank, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
     return verdicts[0]
 
 
@@ -64,7 +65,7 @@ def _threads(config: VerifyConfig, ranks_here: int) -> int:
     return config.threads or max(1, cores() // ranks_here)
 
 
-def _on_rank(config: VerifyConfig, progress: Progress | None) -> Verdict:
+def on_rank(config: VerifyConfig, progress: Progress | None) -> Verdict:
     """On the ranks that there are. A collective."""
     model, x, y = _prepare(config)
     return verify(
@@ -96,6 +97,8 @@ def _with_sizes(config: VerifyConfig) -> VerifyConfig:
     """With small sizes for a zoo network whose sizes were left open; a network of the user's own needs its input."""
     if config.data is not None or config.input is not None:
         return config
+    if ":" not in config.model and config.model not in zoo.names():
+        zoo.build(config.model)  # which says that there is no such network
     small = _SMALL.get(config.model)
     if small is None:
         raise ConfigError(

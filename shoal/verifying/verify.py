@@ -256,41 +256,46 @@ class _Subject:
 
 
 def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings) -> _Subject:
-    copy = deepcopy(model).to(settings.dtype)
+    copy, x, output = try_out(model, example, dtype=settings.dtype, seed=settings.seed, name=settings.name)
+    loss, target = _loss_and_target(settings, output)
+    return _Subject(copy, x, target, loss, capture_modes(copy, x, settings.loss, target), settings)
+
+
+def try_out(
+    model: nn.Module, example: Tensor | tuple[int, ...], *, dtype: torch.dtype, seed: int, name: str
+) -> tuple[nn.Module, Tensor, tuple[int, ...]]:
+    """(a copy of `model` in training and in the wanted type, its batch, the shape of its output).
+
+    Costs a forward pass. A network that cannot take the batch, or does not return one tensor, is a `ModelError`.
+    """
+    copy = deepcopy(model).to(dtype)
     if not copy.training:
         copy.train()
-    draw = torch.Generator().manual_seed(settings.seed)
     if isinstance(example, Tensor):
         x = example.detach().clone()
-        x = x.to(settings.dtype) if x.is_floating_point() else x
+        x = x.to(dtype) if x.is_floating_point() else x
     else:
-        x = torch.randn(tuple(example), dtype=settings.dtype, generator=draw)
-    loss, target = _loss_and_target(settings, _output_shape(copy, x, settings), draw)
-    captured = capture_modes(copy, x, settings.loss, target)
-    return _Subject(copy, x, target, loss, captured, settings)
-
-
-def _output_shape(model: nn.Module, x: Tensor, settings: _Settings) -> tuple[int, ...]:
-    """From a pass of one device; a network that cannot take the batch is refused here."""
+        x = torch.randn(tuple(example), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            output = deepcopy(model)(x)
+            output = deepcopy(copy)(x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(
-            f"the model {settings.name!r} cannot take a batch of shape {tuple(x.shape)} in {settings.dtype}: {reason}.",
+            f"the model {name!r} cannot take a batch of shape {tuple(x.shape)} in {dtype}: {reason}.",
             "Give a shape that it takes with --input, or --dtype float32 where its code needs that type.",
         ) from error
     if not isinstance(output, Tensor):
         raise ModelError(
-            f"the model {settings.name!r} returns a {type(output).__name__}, not one tensor.",
+            f"the model {name!r} returns a {type(output).__name__}, not one tensor.",
             "Verify a network that returns its scores alone.",
         )
-    return tuple(output.shape)
+    return copy, x, tuple(output.shape)
 
 
-def _loss_and_target(settings: _Settings, output: tuple[int, ...], draw: torch.Generator) -> tuple[Loss, Tensor]:
+def _loss_and_target(settings: _Settings, output: tuple[int, ...]) -> tuple[Loss, Tensor]:
     """The user's, or class numbers for every sample or pixel, or numbers to be met where there are no classes."""
+    draw = torch.Generator().manual_seed(settings.seed + 1)
     classes = len(output) > 1 and output[1] > 1
     loss = settings.loss or (F.cross_entropy if classes else F.mse_loss)
     if settings.target is not None:
@@ -324,13 +329,18 @@ def over_ranks(mine: Found, transport: Transport) -> Found:
 
 
 def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences, ...]:
-    """One per layer, with the states that it is the first to use; then the states that no layer uses."""
+    """One per layer, with the states that it is the first to use; then the states that belong to no layer."""
     users, cuts = users_of(graph), dict(plan.layers)
+
+    def home(state: str) -> str:
+        module = state.rpartition(".")[0]  # batch norm's counter, which no operator reads
+        return users[state][0] if state in users else module if module in graph.specs else state
+
     kinds: dict[Kind, str] = {"gradient": "parameter_gradient", "buffer": "buffers", "later state": "after_steps"}
     numbers: dict[str, dict[str, float]] = {}
     for (kind, name), difference in found.items():
         if kind in kinds:
-            of = numbers.setdefault(users.get(name, (name,))[0], {})
+            of = numbers.setdefault(home(name), {})
             of[kinds[kind]] = max(of.get(kinds[kind], 0.0), difference)
     layers = [
         LayerDifferences(

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from shoal import zoo
 from tests.parity import verify_cases as cases
 from tests.parity.conftest import RunOnRanks
 
 PLANS = ["data", "model", "owt", "spatial"]
+SOME = {("lenet5", "data"), ("alexnet", "owt"), ("acoustic", "model"), ("unet", "spatial"), ("lenet5", "2x2")}
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -36,6 +38,17 @@ def test_single_precision_has_its_own_tolerance(on_ranks: RunOnRanks) -> None:
     verdict = on_ranks(2, cases.verdict, "spatial", dtype=torch.float32)[0]
     assert verdict.passed, verdict.culprit
     assert verdict.worst > 1e-9
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "2x2"])
+@pytest.mark.parametrize("net", zoo.names())
+def test_the_zoo(on_ranks: RunOnRanks, net: str, plan: str, thorough: bool) -> None:
+    """What `shoal verify --model NET --plan PLAN` does, at the sizes that it chooses."""
+    if not thorough and (net, plan) not in SOME:
+        pytest.skip("the parity suite has much of this; all of it with --thorough")
+    verdict = on_ranks(4 if plan == "2x2" else 2, cases.of_command, model=net, plan=plan)[0]
+    assert verdict.passed, verdict.culprit
+    assert verdict.worst < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,7 @@ def test_statistics_of_its_own_share_are_not_one_devices(on_ranks: RunOnRanks) -
 
 
 def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
-    words = ["'3x5'", "float16", "(4, 2, 13, 11)", "tuple", "finite", "workers=3", "rank 1", "steps=0"]
+    words = ["'3x5'", "float16", "(4, 2, 13, 11)", "tuple", "random", "finite", "workers=3", "rank 1", "steps=0"]
     for messages in on_ranks(2, cases.refusals):
         for message, word in zip(messages, words, strict=True):
             assert word in message

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.config import VerifyConfig
 from shoal.execution.parallelize import Captured, capture_modes
 from shoal.graph import Layer
 from shoal.operators.base import Call, Op, Rule
@@ -18,6 +19,7 @@ from shoal.operators.norms import BatchNorm
 from shoal.operators.products import Linear
 from shoal.operators.windows import Convolution
 from shoal.verdict import Verdict
+from shoal.verifying import job
 
 
 class Net(nn.Module):
@@ -65,9 +67,9 @@ def verdict(plan: str, **options: Any) -> Verdict:
     return found
 
 
-def zoo_verdict(name: str, options: dict[str, Any], shape: tuple[int, ...], plan: str, **settings: Any) -> Verdict:
-    torch.manual_seed(0)
-    return shoal.verify(shoal.zoo.build(name, options=options), shape, plan, name=name, **settings)
+def of_command(**settings: Any) -> Verdict:
+    """What `shoal verify` with these settings finds on the ranks that there are."""
+    return job.on_rank(VerifyConfig(workers=torch.distributed.get_world_size(), **settings), None)
 
 
 # Rules broken on purpose, where the layer of this name is cut
@@ -155,7 +157,7 @@ def wrong_evaluation(layer: str) -> Any:
 
 @contextmanager
 def wrong_capture(layer: str) -> Iterator[None]:
-    """The captured network pads a convolution less than the module does, and strides less."""
+    """The captured network forgets a convolution's bias."""
 
     def misread(one: Layer) -> Layer:
         return replace(one, arguments={**one.arguments, "bias": None}) if one.name == layer else one
@@ -207,6 +209,7 @@ def refusals() -> list[str]:
         lambda: shoal.verify(network(), SHAPE, dtype=torch.float16),
         lambda: shoal.verify(network(), (4, 2, 13, 11)),
         lambda: shoal.verify(Two(), SHAPE),
+        lambda: shoal.verify(Noisy(), SHAPE),
         lambda: shoal.verify(nn.Sequential(nn.Flatten(), Exploding(3 * 13 * 11, 5)), SHAPE),
         lambda: shoal.verify(network(), SHAPE, workers=3),
         lambda: shoal.verify(_seeded(torch.distributed.get_rank(), flat), SHAPE),
