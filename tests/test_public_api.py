@@ -59,6 +59,7 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal",
         "from shoal import Plan, TrainConfig, errors",
         "import shoal.cli.train",
+        "import shoal.cli.verify",
         "import shoal.cli.doctor",
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import shoal
 from shoal import zoo
 from tests.parity import verify_cases as cases
 from tests.parity.conftest import RunOnRanks
@@ -88,6 +89,15 @@ def test_statistics_of_its_own_share_are_not_one_devices(on_ranks: RunOnRanks) -
     verdict = on_ranks(2, cases.verdict, "data", batch_norm="local")[0]
     assert verdict.culprit.layers == ("bn1",)
     assert on_ranks(2, cases.verdict, "model", batch_norm="local")[0].passed
+
+
+def test_processes_of_its_own() -> None:
+    """Without a process group `workers` are started for it; what cannot travel to them is refused."""
+    net = cases.network()
+    verdict = shoal.verify(net, cases.SHAPE, "model", workers=2, steps=1)
+    assert (verdict.passed, verdict.workers, verdict.model) == (True, 2, "Net")
+    with pytest.raises(shoal.errors.ConfigError, match="other processes"):
+        shoal.verify(net, cases.SHAPE, workers=2, loss=lambda scores, y: scores.sum() * y.sum())
 
 
 def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
