@@ -25,6 +25,8 @@ class Suspects:
     difference: float
     value: str | None = None
     """The value that they read and whose gradient is wrong."""
+    after_steps: bool = False
+    """Whether the first pass is right."""
 
 
 def suspects(
@@ -57,7 +59,7 @@ def _forwards(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iter
 def _results(graph: LayerGraph, wrong: Found, *kinds: Kind) -> Iterator[Suspects]:
     for kind in kinds:
         if (kind, "") in wrong:
-            yield Suspects((graph.output,), "result", wrong[kind, ""])
+            yield Suspects((graph.output,), "result", wrong[kind, ""], after_steps=kind.startswith("later"))
 
 
 def _backwards(graph: LayerGraph, wrong: Found) -> Iterator[Suspects]:
@@ -82,7 +84,7 @@ def _states(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iterat
     users = users_of(graph)
     for (found, name), difference in wrong.items():
         if found == kind:
-            yield Suspects(users.get(name, (name,)), fault, difference)
+            yield Suspects(users.get(name, (name,)), fault, difference, after_steps=kind.startswith("later"))
 
 
 def readers_of(graph: LayerGraph, value: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ nothing but rounding (the gradient of a bias before batch norm is zero), so no t
 thousandth of the largest of its kind in the network.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isnan
@@ -173,8 +173,8 @@ def _first_pass(at: Comparison, rows: Rows, x: Tensor, y: Tensor, output: Tensor
         whole_loss = at.tail is not None and not at.tail.mean  # then every rank gets one number for all
         expected = torch.tensor(one.loss_value) if whole_loss else one.loss(one.output[rows.result], y)
         at.note("loss", "", loss, expected.to(loss), abs(one.loss_value))
-    if one.x_grad is not None and x.grad is not None:
-        at.note("input gradient", "", x.grad, one.x_grad[rows.given], size(one.x_grad))
+    if one.x_grad is not None:
+        at.note("input gradient", "", _grad(x), one.x_grad[rows.given], size(one.x_grad))
     boxes = {name: box for name, layout in states.layouts.items() if (box := layout[rank]) is not None}
     at.note_shards("gradient", {name: (_grad(states[name]), box) for name, box in boxes.items()}, one.grads)
     at.note_shards("buffer", {name: (states[name], box) for name, box in boxes.items()}, one.buffers)
@@ -202,6 +202,24 @@ def scales_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     sizes = {name: size(tensor) for name, tensor in tensors.items()}
     floor = FLOOR * max(sizes.values(), default=0.0)
     return {name: max(one, floor) for name, one in sizes.items()}
+
+
+def over_ranks(mine: Found, transport: Transport, one: OneDevice, seen: Seen) -> Found:
+    """The largest difference on any rank; infinite where no rank had anything to compare. A collective."""
+    wanted: dict[Kind, Iterable[str]] = {
+        "loss": [""],
+        "input gradient": [] if one.x_grad is None else [""],
+        "gradient": one.grads,
+        "buffer": one.buffers,
+        "value": seen.values,
+        "value gradient": seen.grads,
+        "evaluated value": seen.evaluated,
+    }
+    found: dict[tuple[Kind, str], float] = {}
+    for each in transport.gather_objects(mine):
+        for key, difference in each.items():
+            found[key] = max(found.get(key, 0.0), difference)
+    return {**{(kind, name): inf for kind, names in wanted.items() for name in names}, **found}
 
 
 def noise(one: OneDevice, shaken: OneDevice) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
 from shoal.verdict import Culprit, LayerDifferences, Verdict
 from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
-from shoal.verifying.compare import Seen, apart, compare, noise, size
+from shoal.verifying.compare import Seen, apart, compare, noise, over_ranks, size
 from shoal.verifying.draws import drawing_as
 from shoal.verifying.found import Found, Kind
 from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device, shaken
@@ -87,7 +88,7 @@ def verify(
     tolerance   largest relative difference that passes: 1e-9 in float64, 1e-3 in float32, unless given
     workers     without a process group: start so many processes for it, each with so many `threads`, that give up
                 when one waits `timeout` seconds for another. With a process group: a collective over its ranks
-    progress    is told on rank 0 what is going on
+    progress    is told on rank 0 what is going on, and an empty text in the end
 
     Compares the output, the loss, every layer's output and its gradient, the gradients of parameters and input,
     buffers, the state after the steps and an evaluation. Dropout draws on one device the masks that the plan draws.
@@ -159,14 +160,17 @@ def _verify_here(
     say(f"running plan {plan if isinstance(plan, str) else getattr(plan, 'name', str(plan))!r} beside it")
     laid = subject.lay(subject.captured, plan, transport)
     mine, _ = compare(one, laid, transport, tail=subject.captured.tail, against=seen)
-    found = over_ranks(mine, transport)
+    found = over_ranks(mine, transport, one, seen)
     graphs = subject.captured.graphs
-    culprit = subject.blame_capture(seen, alone, laid.plan)
-    if culprit is None:
+    fault = suspects(graphs[True], graphs[False], alone, settings.tolerance, later)
+    if fault is not None:
+        fault = subject.misread(fault, seen)
+    else:
         fault = suspects(graphs[True], graphs[False], found, settings.tolerance, later)
         if fault is not None:
             say("looking for the layer at fault")
-            culprit = _culprit(subject.narrow(fault, one, laid.plan, transport), laid.plan, graphs)
+            fault = subject.narrowed(fault, one, laid.plan, transport, later)
+    say("")
     return Verdict(
         model=settings.name,
         plan=laid.plan.name,
@@ -183,7 +187,7 @@ def _verify_here(
         input_gradient=found.get(("input gradient", "")),
         evaluation=found.get(("later evaluation", "")),
         rows=rows(graphs[True], laid.plan, found),
-        culprit=culprit,
+        culprit=None if fault is None else _culprit(fault, laid.plan, graphs),
         versions=versions(),
     )
 
@@ -213,46 +217,49 @@ class _Subject:
         how = self.settings
         return lay(captured, plan, transport, batch_norm=how.batch_norm, seed=how.seed, recompute=how.recompute)
 
-    def on_one_rank(self, one: OneDevice, captured: Captured | None = None) -> tuple[Seen, Found]:
+    def on_one_rank(self, one: OneDevice, captured: Captured | None = None, *, steps: int = 0) -> tuple[Seen, Found]:
         """The captured network on one rank: the value of every layer, and its differences from the module."""
         captured = captured or self.captured
         transport, seen = MemoryTransport(Hub(), 0, 1), Seen()
         with _quiet():  # it has nothing to say that the plan's own network does not say
             alone = self.lay(captured, "data", transport)
-        found, _ = compare(one, alone, transport, tail=captured.tail, record=seen, steps=0)
+        found, _ = compare(one, alone, transport, tail=captured.tail, record=seen, steps=steps)
         return seen, found
 
-    def blame_capture(self, seen: Seen, found: Found, plan: Plan) -> Culprit | None:
+    def misread(self, fault: Suspects, seen: Seen) -> Suspects:
         """Where the captured network itself is not the module: the first module that has another output."""
-        graphs, tolerance = self.captured.graphs, self.settings.tolerance
-        fault = suspects(graphs[True], graphs[False], found, tolerance, tolerance)
-        if fault is None:
-            return None
-        outputs = module_outputs(self.model, self.x, drawing_as(graphs[True], seed=self.settings.seed, step=1))
-        for layer in graphs[True].layers:
+        graph = self.captured.graphs[True]
+        outputs = module_outputs(self.model, self.x, drawing_as(graph, seed=self.settings.seed, step=1))
+        for layer in graph.layers:
             theirs, ours = outputs.get(layer.name), seen.values.get(layer.name)
             if theirs is not None and ours is not None and ours.shape == theirs.shape:
                 difference = apart(ours, theirs, size(theirs))
-                if difference > tolerance:
-                    fault = Suspects((layer.name,), "capture", difference)
-                    break
-        return _culprit(replace(fault, fault="capture"), plan, graphs)
+                if difference > self.settings.tolerance:
+                    return Suspects((layer.name,), "capture", difference)
+        return replace(fault, fault="capture")
 
-    def narrow(self, fault: Suspects, one: OneDevice, plan: Plan, transport: Transport) -> Suspects:
-        """One of several layers that read a value: the one whose own share of its gradient is wrong. A collective."""
+    def narrowed(self, fault: Suspects, one: OneDevice, plan: Plan, transport: Transport, later: float) -> Suspects:
+        """A closer look at what comes after the steps, and at a value of several readers. A collective."""
+        if fault.after_steps:
+            graphs = self.captured.graphs
+            _, alone = self.on_one_rank(one, steps=one.steps)
+            also = suspects(graphs[True], graphs[False], alone, self.settings.tolerance, later)
+            return fault if also is None else replace(also, fault="capture")
         if fault.value is None or len(fault.layers) == 1:
             return fault
-        graphs = self.captured.graphs
-        apart_, copies = with_readers_apart(graphs[True], fault.value)
-        captured = replace(self.captured, graphs={**graphs, True: apart_})
+        guilty = self._guilty_readers(fault.value, one, plan, transport)
+        return replace(fault, layers=guilty or fault.layers)
+
+    def _guilty_readers(self, value: str, one: OneDevice, plan: Plan, transport: Transport) -> tuple[str, ...]:
+        """Of the layers that read a value those whose own share of its gradient is wrong."""
+        graph, copies = with_readers_apart(self.captured.graphs[True], value)
+        captured = replace(self.captured, graphs={**self.captured.graphs, True: graph})
         seen, _ = self.on_one_rank(one, captured)
         with _quiet():
             laid = self.lay(captured, plan, transport)
         mine, _ = compare(one, laid, transport, tail=captured.tail, against=seen, steps=0)
-        found = over_ranks(mine, transport)
-        guilty = {layer: found.get(("value gradient", copy), 0.0) for copy, layer in copies.items()}
-        guilty = {layer: difference for layer, difference in guilty.items() if difference > self.settings.tolerance}
-        return replace(fault, layers=tuple(guilty) or fault.layers)
+        found = over_ranks(mine, transport, one, seen)
+        return tuple(layer for copy, layer in copies.items() if found["value gradient", copy] > self.settings.tolerance)
 
 
 def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings) -> _Subject:
@@ -312,20 +319,11 @@ def _check_alike(subject: _Subject, transport: Transport) -> None:
     mine = [float(sum(t.double().sum().item() for t in tensors)), float(sum(t.double().norm().item() for t in tensors))]
     rows = transport.gather_numbers(mine)
     for rank, row in enumerate(rows):
-        if row != rows[0]:
+        if not all(isclose(ours, theirs, rel_tol=1e-12) for ours, theirs in zip(row, rows[0], strict=True)):
             raise ConfigError(
                 f"rank {rank} passed other weights or another batch than rank 0.",
                 "Seed torch alike on every rank before the network is built, and pass the whole batch on each.",
             )
-
-
-def over_ranks(mine: Found, transport: Transport) -> Found:
-    """The largest difference on any rank. A collective."""
-    found: dict[tuple[Kind, str], float] = {}
-    for one in transport.gather_objects(mine):
-        for key, difference in one.items():
-            found[key] = max(found.get(key, 0.0), difference)
-    return found
 
 
 def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences, ...]:

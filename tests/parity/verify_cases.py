@@ -1,7 +1,7 @@
 """Cases for `shoal.verify` that run inside the ranks: sound networks, and rules broken on purpose."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.config import VerifyConfig
+from shoal.execution.module import ParallelModule
 from shoal.execution.parallelize import Captured, capture_modes
 from shoal.graph import Layer
 from shoal.operators.base import Call, Op, Rule
@@ -156,8 +157,8 @@ def wrong_evaluation(layer: str) -> Any:
 
 
 @contextmanager
-def wrong_capture(layer: str) -> Iterator[None]:
-    """The captured network forgets a convolution's bias."""
+def wrong_capture(layer: str, modes: tuple[bool, ...] = (True, False)) -> Iterator[None]:
+    """The captured network forgets a bias."""
 
     def misread(one: Layer) -> Layer:
         return replace(one, arguments={**one.arguments, "bias": None}) if one.name == layer else one
@@ -165,7 +166,8 @@ def wrong_capture(layer: str) -> Iterator[None]:
     def capture(*args: Any) -> Captured:
         captured = capture_modes(*args)
         graphs = {
-            mode: replace(graph, layers=tuple(map(misread, graph.layers))) for mode, graph in captured.graphs.items()
+            mode: replace(graph, layers=tuple(map(misread, graph.layers))) if mode in modes else graph
+            for mode, graph in captured.graphs.items()
         }
         return replace(captured, graphs=graphs)
 
@@ -173,11 +175,29 @@ def wrong_capture(layer: str) -> Iterator[None]:
         yield
 
 
+def wrong_capture_of_evaluation(layer: str) -> Any:
+    return wrong_capture(layer, (False,))
+
+
+@contextmanager
+def second_step_forgotten(_layer: str) -> Iterator[None]:
+    """Gradients of all passes but the first stay each rank's own."""
+    backward = ParallelModule._backward
+
+    def changed(self: ParallelModule, *args: Any) -> Any:
+        with self.no_sync() if self._forwards > 1 and self._transport.world > 1 else nullcontext():
+            return backward(self, *args)
+
+    with mock.patch.object(ParallelModule, "_backward", changed):
+        yield
+
+
 BREAKAGES: dict[str, Callable[[str], Any]] = {
     one.__name__: one
     for one in (
         *(shifted_halo, wrong_input_gradient, wrong_parameter_gradient, wrong_product),
-        *(sum_left_out, wrong_statistics, wrong_evaluation, wrong_capture),
+        *(sum_left_out, wrong_statistics, wrong_evaluation, second_step_forgotten),
+        *(wrong_capture, wrong_capture_of_evaluation),
     )
 }
 
