@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.files import write_text_atomically
 from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
