@@ -215,11 +215,17 @@ def over_ranks(mine: Found, transport: Transport, one: OneDevice, seen: Seen) ->
         "value gradient": seen.grads,
         "evaluated value": seen.evaluated,
     }
-    found: dict[tuple[Kind, str], float] = {}
-    for each in transport.gather_objects(mine):
-        for key, difference in each.items():
-            found[key] = max(found.get(key, 0.0), difference)
+    found = largest(*transport.gather_objects(mine))
     return {**{(kind, name): inf for kind, names in wanted.items() for name in names}, **found}
+
+
+def largest(*all_found: Found) -> Found:
+    """Of everything that was compared anywhere the largest difference."""
+    result: dict[tuple[Kind, str], float] = {}
+    for found in all_found:
+        for key, difference in found.items():
+            result[key] = max(result.get(key, 0.0), difference)
+    return result
 
 
 def noise(one: OneDevice, shaken: OneDevice) -> float:

@@ -27,7 +27,7 @@ from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
 from shoal.verdict import Culprit, LayerDifferences, Verdict
 from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
-from shoal.verifying.compare import Seen, apart, compare, noise, over_ranks, size
+from shoal.verifying.compare import Seen, apart, compare, largest, noise, over_ranks, size
 from shoal.verifying.draws import drawing_as
 from shoal.verifying.found import Found, Kind
 from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device, shaken
@@ -158,8 +158,7 @@ def _verify_here(
     later = max(settings.tolerance, NOISE * noise(one, subject.one_device(shaken(subject.model, settings.seed))))
     seen, alone = subject.on_one_rank(one)
     say(f"running plan {plan if isinstance(plan, str) else getattr(plan, 'name', str(plan))!r} beside it")
-    laid = subject.lay(subject.captured, plan, transport)
-    mine, _ = compare(one, laid, transport, tail=subject.captured.tail, against=seen)
+    laid, mine = subject.under(plan, one, transport, seen)
     found = over_ranks(mine, transport, one, seen)
     graphs = subject.captured.graphs
     fault = suspects(graphs[True], graphs[False], alone, settings.tolerance, later)
@@ -225,6 +224,21 @@ class _Subject:
             alone = self.lay(captured, "data", transport)
         found, _ = compare(one, alone, transport, tail=captured.tail, record=seen, steps=steps)
         return seen, found
+
+    def under(
+        self, plan: str | Path | Plan, one: OneDevice, transport: Transport, seen: Seen
+    ) -> tuple[ParallelModule, Found]:
+        """The network under the plan, and this rank's differences: first as it always runs, then layer by layer.
+
+        Twice, because a network whose layers are watched is differentiated one by one, and otherwise in chains.
+        """
+        tail = self.captured.tail
+        laid = self.lay(self.captured, plan, transport)
+        found, _ = compare(one, laid, transport, tail=tail)
+        with _quiet():
+            watched = self.lay(self.captured, plan, transport)
+        more, _ = compare(one, watched, transport, tail=tail, against=seen, steps=0)
+        return laid, largest(found, more)
 
     def misread(self, fault: Suspects, seen: Seen) -> Suspects:
         """Where the captured network itself is not the module: the first module that has another output."""
