@@ -54,6 +54,7 @@ def compare_plan(
     steps: int = STEPS,
     shares: tuple[int, ...] | None = None,
     rate: float = 0.05,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     """Lay the network under a plan on this world, train it, and compare. Returns the largest difference.
 
@@ -62,7 +63,7 @@ def compare_plan(
     captured, one = subject(build, tuple(sorted(arguments.items())), shape, classes, rate)
     transport = Transport()
     cuts = plan(captured, transport.world) if callable(plan) else plan
-    model = lay(captured, cuts, transport, io=io)
+    model = lay(captured, cuts, transport, io=io, recompute=recompute)
     found, sent = compare(one, model, transport, io=io, shares=shares, steps=None if steps == STEPS else 0)
     if shares is None:
         expected = model.predicted(input_grad=True)
