@@ -94,7 +94,7 @@ def readers_of(graph: LayerGraph, value: str) -> tuple[str, ...]:
 
 def states_of(layer: Layer) -> tuple[str, ...]:
     """The parameters and buffers that a layer uses, each once."""
-    return tuple(dict.fromkeys(ref.name for _, ref in layer.tensors() if isinstance(ref, State)))
+    return tuple(dict.fromkeys(ref.name for _, ref in layer.tensors if isinstance(ref, State)))
 
 
 def users_of(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
