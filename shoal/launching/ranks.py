@@ -24,6 +24,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, TypeVar
 
+from shoal.errors import ConfigError
 from shoal.launching.failure import Failure, explain
 from shoal.launching.group import TIMEOUT, joined, store
 from shoal.launching.world import LOOPBACK, World
@@ -56,8 +57,8 @@ def run(
     `KeyboardInterrupt` when asked to stop before the ranks could do so in good order. No process outlives the call.
     Costs about a second per rank: each loads torch anew.
     """
+    payload = _packed(function, args)
     meeting = store(0, timeout, serves=True)  # kept here and not by rank 0, which may be the first to die
-    payload = pickle.dumps((function, args))
     ranks: list[_Rank] = []
     with _Signals(ranks) as signals:
         try:
@@ -111,6 +112,16 @@ class _Rank:
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
+
+
+def _packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
+    try:
+        return pickle.dumps((function, args))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"what the ranks are to do cannot be sent to them: {error}.",
+            "Give a function that can be imported, and arguments (such as a listener) that survive pickling.",
+        ) from None
 
 
 def _start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> _Rank:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.errors import DivergedError, RunError
+from shoal.errors import ConfigError, DivergedError, RunError
 from shoal.launching import RemoteError, ranks, run
 from tests.launching import jobs
 
@@ -92,6 +92,11 @@ def test_a_lost_connection_is_not_blamed_though_it_was_reported_first(folder: st
 def test_what_cannot_be_sent_back_is_an_error_of_its_rank() -> None:
     with pytest.raises(RunError, match="rank 0 failed"):
         run(jobs.give_what_cannot_be_sent, workers=1, timeout=60)
+
+
+def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        run(lambda: None, workers=2)
 
 
 def parent(function: str, folder: str) -> subprocess.Popen[str]:
