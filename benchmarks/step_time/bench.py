@@ -3,8 +3,9 @@
     python -m benchmarks.step_time.bench --model alexnet --plans data,owt [--link 1gbit] [--rounds 30]
 
 Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
-tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans marked `/local` use batch_norm="local", which is what DDP computes;
-"ddp+syncbn" is DDP with a synchronised batch norm of the plain kind (one sum of two numbers per channel each way).
+tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans
+marked `/local` use batch_norm="local", which is what DDP computes; "ddp+syncbn" is DDP with a synchronised batch norm
+of the plain kind (one sum of two numbers per channel each way).
 """
 
 import argparse
