@@ -168,7 +168,7 @@ def time_of(args: argparse.Namespace) -> None:
         ddp, alone, ours = (statistics.median(measured.seconds[name]) for name in sides)
         sending = parameters / speed
         print(
-            f"ddp: {ddp:.2f} s measured, {alone + sending:.2f} s predicted: {alone:.2f} computing, {sending:.2f} sending"
+            f"ddp: {ddp:.2f} s measured, {alone + sending:.2f} predicted ({alone:.2f} computing, {sending:.2f} sending)"
         )
         print(f"factor: {ddp / ours:.2f} measured, {(alone + sending) / ours:.2f} from the bytes")
 

@@ -64,7 +64,11 @@ def prepare(config: TrainConfig, transport: Transport, *, ranks_here: int | None
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
     optimizer = torch.optim.SGD(
-        network.module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        network.module.parameters(),
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        fused=True,  # one pass over each parameter: half the time of the update
     )
     return Job(config, splits, network, optimizer, loader, device)
 
