@@ -228,6 +228,13 @@ def largest(*all_found: Found) -> Found:
     return result
 
 
+def first_noise(one: OneDevice, shaken: OneDevice) -> float:
+    """The same of the first pass: its output and gradients."""
+    scales = scales_of(one.grads)
+    found = [apart(shaken.grads[name], grad, scales[name]) for name, grad in one.grads.items()]
+    return max(apart(shaken.output, one.output, size(one.output)), *found)
+
+
 def noise(one: OneDevice, shaken: OneDevice) -> float:
     """How far one device is from itself after the steps, where its weights were `shaken` by their last bit."""
     scales = scales_of(one.after)

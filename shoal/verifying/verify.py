@@ -27,7 +27,7 @@ from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
 from shoal.verdict import Culprit, LayerDifferences, Verdict
 from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
-from shoal.verifying.compare import Seen, apart, compare, largest, noise, over_ranks, size
+from shoal.verifying.compare import Seen, apart, compare, first_noise, largest, noise, over_ranks, size
 from shoal.verifying.draws import drawing_as
 from shoal.verifying.found import Found, Kind
 from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device, shaken
@@ -155,7 +155,9 @@ def _verify_here(
     _check_alike(subject, transport)
     say("running one device")
     one = subject.one_device(subject.model)
-    later = max(settings.tolerance, NOISE * noise(one, subject.one_device(shaken(subject.model, settings.seed))))
+    other = subject.one_device(shaken(subject.model, settings.seed))
+    _check_steady(first_noise(one, other), settings)
+    later = max(settings.tolerance, NOISE * noise(one, other))
     seen, alone = subject.on_one_rank(one)
     say(f"running plan {plan if isinstance(plan, str) else getattr(plan, 'name', str(plan))!r} beside it")
     laid, mine = subject.under(plan, one, transport, seen)
@@ -338,6 +340,16 @@ def _check_alike(subject: _Subject, transport: Transport) -> None:
                 f"rank {rank} passed other weights or another batch than rank 0.",
                 "Seed torch alike on every rank before the network is built, and pass the whole batch on each.",
             )
+
+
+def _check_steady(noise: float, settings: _Settings) -> None:
+    """Refuse where one device itself is no measure: a kink such as relu's at zero flips with the last bit."""
+    if noise > settings.tolerance:
+        raise ModelError(
+            f"in {settings.dtype} one device is {noise:.0e} from itself in the first pass when its weights change in "
+            f"their last bit, more than the tolerance of {settings.tolerance:.0e}: nothing can be compared with it.",
+            "Compare in float64, or give larger samples, more of them, or a larger tolerance.",
+        )
 
 
 def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences, ...]:
