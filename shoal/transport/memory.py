@@ -109,6 +109,10 @@ class MemoryTransport(Transport):
             total = join(total, piece)
         tensor.copy_(total)
 
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
+        """Add up a tensor over ranks, in place on each."""
+        self.sum_later(tensor, ranks, purpose, label=self.label)
+
     def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> _Done | None:
         """The sum is taken at once."""
         if len(ranks) == 1:
