@@ -11,6 +11,7 @@
     │   └── CheckpointError              a run that cannot be resumed
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
+        ├── OutOfMemoryError             a step needs more memory than there is
         ├── PeerError                    another rank's trouble, which that rank itself tells better
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
 
@@ -80,6 +81,10 @@ class DivergedError(RunError):
 
 class PeerError(RunError):
     """Another rank failed or is gone. Shown only where that rank itself said nothing."""
+
+
+class OutOfMemoryError(RunError):
+    """A step needs more memory than there is."""
 
 
 class StoppedError(RunError):

@@ -21,7 +21,7 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from shoal.data import Position
-from shoal.errors import DivergedError, StoppedError
+from shoal.errors import DivergedError, OutOfMemoryError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.machine import peak_resident_bytes
 from shoal.result import BytesPerStep, RunResult, versions
@@ -81,6 +81,8 @@ class Run:
         try:
             result = self._train_and_test()
             self.listener.finished(result, self.folder)
+        except (RuntimeError, MemoryError) as error:
+            raise _told_of_memory(error, self.job) or error from error
         finally:
             self.listener.ended()
         return result
@@ -265,3 +267,18 @@ def _peak_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return peak_resident_bytes()
     return torch.accelerator.max_memory_allocated(device)
+
+
+def _told_of_memory(error: Exception, job: Job) -> OutOfMemoryError | None:
+    """What to say of an allocation that failed, on any device; None where `error` is something else."""
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    if not short:
+        return None
+    found = OutOfMemoryError(
+        f"a step of {job.config.model!r} with batch {job.config.batch} on {job.config.workers} workers, plan "
+        f"{job.config.plan!r}, needs more memory than there is: {str(error).splitlines()[0]}",
+        "Cut the images over more workers (--workers N --plan spatial), take a smaller --batch, or add --recompute.",
+    )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found

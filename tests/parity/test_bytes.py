@@ -1,0 +1,46 @@
+"""What AlexNet and VGG-16 send per step, counted on real processes, is what arithmetic says."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shoal
+from tests.parity.conftest import RunOnRanks
+
+# (pixels, conv parameters, all parameters, sizes of the linear layers' inputs and of the last output)
+NETS = {
+    "alexnet": (64, 2_469_696, 61_100_840, (9216, 4096, 4096, 1000)),
+    "vgg16": (32, 14_714_688, 138_357_544, (25088, 4096, 4096, 1000)),
+}
+BATCH = 4
+
+
+def count(net: str, plan: str) -> int:
+    """Bytes that this rank sent in one step."""
+    pixels = NETS[net][0]
+    torch.manual_seed(0)
+    model = shoal.zoo.build(net, input=(3, pixels, pixels), classes=1000)
+    laid = shoal.parallelize(model, (BATCH, 3, pixels, pixels), plan)
+    share = BATCH // torch.distributed.get_world_size()
+    before = sum(sent.bytes for sent in laid.counted.values())
+    torch.autograd.backward(F.cross_entropy(laid(torch.randn(share, 3, pixels, pixels)), torch.zeros(share).long()))
+    counted = sum(sent.bytes for sent in laid.counted.values()) - before
+    assert counted == sum(sent.bytes for sent in laid.predicted().values())
+    return counted
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_data_sends_a_ring_of_all_parameters(on_ranks: RunOnRanks, net: str) -> None:
+    _, _, parameters, _ = NETS[net]
+    assert sum(on_ranks(2, count, net, "data")) == 2 * (2 - 1) * parameters * 4
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_owt_sends_a_ring_of_the_convolutions_and_the_features_of_all_samples(on_ranks: RunOnRanks, net: str) -> None:
+    _, convolutions, _, (first, *hidden, classes) = NETS[net]
+    ring = 2 * (2 - 1) * convolutions * 4
+    # forward and back: every rank's features to the other; parts of each hidden layer; scores to their samples
+    features = 2 * BATCH * first * 4 * (2 - 1)
+    between = 2 * BATCH * sum(hidden) * 4 * (2 - 1)
+    scores = 2 * BATCH * classes * 4 // 2
+    assert sum(on_ranks(2, count, net, "owt")) == ring + features + between + scores
