@@ -458,7 +458,9 @@ class Engine:
             grad = record.zeros()
         keys, edges = list(record.inputs.tiles), list(record.inputs.tiles.values())
         names, states = list(record.inputs.states), list(record.inputs.states.values())
-        waits = one.placed.rule.apart and bool(states) and any(key in tape.program.crossing for key in keys)
+        alone = index not in tape.route.links  # a chain's other layers would be walked, and would send, twice
+        apart = one.placed.rule.apart and alone and bool(states)
+        waits = apart and any(key in tape.program.crossing for key in keys)
         inputs: list[Any] = edges if waits else [*edges, *states]
         found = (
             torch.autograd.grad(record.output, inputs, grad, retain_graph=waits, allow_unused=True) if inputs else ()
