@@ -63,8 +63,8 @@ class _Enter(torch.autograd.Function):
 class _Inputs:
     """The inputs of a graph that want a gradient."""
 
-    tiles: dict[int, GradientEdge] = field(default_factory=dict)
-    """By the Fetch that brought them."""
+    tiles: list[tuple[int, GradientEdge]] = field(default_factory=list)
+    """With the Fetch that brought them; layers of a chain may read the same one."""
     states: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -404,7 +404,7 @@ class Engine:
                 if record and key != link and reference.name in tape.route.grads_for:
                     with torch.enable_grad():
                         tile = _Enter.apply(self._anchor, tile)  # type: ignore[no-untyped-call]
-                    inputs.tiles[key] = get_gradient_edge(tile)
+                    inputs.tiles.append((key, get_gradient_edge(tile)))
                 entered[key] = tile
             tensors[argument] = entered[key]
         call = Call(
@@ -456,7 +456,7 @@ class Engine:
             return None
         if grad is None:
             grad = record.zeros()
-        keys, edges = list(record.inputs.tiles), list(record.inputs.tiles.values())
+        keys, edges = [key for key, _ in record.inputs.tiles], [edge for _, edge in record.inputs.tiles]
         names, states = list(record.inputs.states), list(record.inputs.states.values())
         alone = index not in tape.route.links  # a chain's other layers would be walked, and would send, twice
         apart = one.placed.rule.apart and alone and bool(states)
