@@ -143,7 +143,8 @@ class Program:
         """Fetches that only pass a value on within each rank, from the layer that makes it to the only one that reads
         it: for each key the indices of the two layers. Layers so linked can be differentiated as one.
 
-        A layer whose input came from other ranks and whose gradients are found apart begins a new chain behind it.
+        Convolutions and linear layers begin a chain, so that their parameters' gradients are summed while backward goes
+        on; one whose input came from other ranks is a chain of its own.
         """
         made = {one.placed.layer.name: index for index, one in enumerate(self.instructions) if isinstance(one, Compute)}
         readers: dict[int, list[int]] = {}
@@ -161,7 +162,11 @@ class Program:
             if one.value in settled or one.value in self.copies or one.value not in made:
                 continue
             producer, reader = self.instructions[made[one.value]], readers[one.key][0]
+            after = self.instructions[reader]
             assert isinstance(producer, Compute)
+            assert isinstance(after, Compute)
+            if after.placed.rule.apart:
+                continue
             if producer.placed.rule.apart and self.crossing & set(producer.sources.values()):
                 continue
             if not any(other == reader for _, other in found.values()):  # a chain, not a tree
