@@ -13,7 +13,7 @@ Memory    a graph holds what its operators saved and nothing else: neither its t
           backward runs each segment again, messages included, before it walks it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -497,7 +497,7 @@ class Engine:
         return begin_transfer(local, held, wanted, moves, self.transport, tag=tag, like=like, add=add)
 
     @contextmanager
-    def _blaming(self) -> Any:
+    def _blaming(self) -> Iterator[None]:
         """Whatever fails within says in which layer and on which rank."""
         try:
             yield

@@ -18,7 +18,7 @@ from shoal.execution.loss import LossTail
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.precision import value_types
 from shoal.execution.states import ShardedStates
-from shoal.execution.transfer import transfer
+from shoal.execution.transfer import begin_transfer
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of, place, sharers
 from shoal.lowering.program import Program, compile_program, first_uses, layer_groups, state_homes
@@ -287,7 +287,7 @@ class ParallelModule(nn.Module):
             shard, mine = self._states[name], home[self._transport.rank]
             wanted = Need(mine) if self._transport.rank in idle and mine is not None else None
             self._transport.label = "buffers"
-            new = transfer(shard, mine, wanted, moves, self._transport, tag=1, like=shard, add=False)
+            new = begin_transfer(shard, mine, wanted, moves, self._transport, tag=1, like=shard, add=False).wait()
             if new is not None:
                 shard.copy_(new)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError
-from shoal.execution.transfer import transfer
+from shoal.execution.transfer import begin_transfer
 from shoal.lowering.placement import sharers
 from shoal.moves import Layout, add_moves
 from shoal.operators.base import Need
@@ -107,7 +107,9 @@ class ShardedStates:
         moves = add_moves(owned, tuple(None if need is None else need.box for need in readers))
         like = self[name].detach() if shard is None else shard
         transport.label = "states"
-        full = transfer(shard, mine, readers[transport.rank], moves, transport, tag=0, like=like, add=False)
+        full = begin_transfer(
+            shard, mine, readers[transport.rank], moves, transport, tag=0, like=like, add=False
+        ).wait()
         return None if full is None else full.clone()
 
     def shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:

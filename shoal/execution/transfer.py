@@ -32,25 +32,6 @@ class Arriving:
         return None if self.wanted is None else _assemble(self.wanted, self.pieces, self.like, add=self.add)
 
 
-def transfer(
-    local: Tensor | None,
-    held: Box | None,
-    wanted: Need | None,
-    moves: Sequence[Move],
-    transport: Transport,
-    *,
-    tag: int,
-    like: Tensor,
-    add: bool,
-) -> Tensor | None:
-    """Send my boxes of `local` and put together my tile from what arrives; None where I want nothing.
-
-    `like` gives type and device. With `add`, boxes that meet are added up, in the order of their ranks, so that
-    the result does not depend on which message came first.
-    """
-    return begin_transfer(local, held, wanted, moves, transport, tag=tag, like=like, add=add).wait()
-
-
 def begin_transfer(
     local: Tensor | None,
     held: Box | None,
@@ -62,7 +43,12 @@ def begin_transfer(
     like: Tensor,
     add: bool,
 ) -> Arriving:
-    """`transfer`, under way: messages travel while the caller computes something else. `local` must not change."""
+    """Start to send my boxes of `local` and to receive those of my tile; `wait()` then puts the tile together.
+
+    Messages travel while the caller computes something else; `local` must not change meanwhile. `like` gives type and
+    device. With `add`, boxes that meet are added up, in the order of their ranks, so that the result does not depend on
+    which message came first. A peer that is gone, or silent for the group's time-out, is a RuntimeError of the wait.
+    """
     rank = transport.rank
     arriving = Arriving(wanted, [], like, add)
     sends, receives = [], []

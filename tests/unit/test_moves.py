@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.execution.transfer import transfer
+from shoal.execution.transfer import begin_transfer
 from shoal.moves import Layout, Move, add_moves, copy_moves, crossing
 from shoal.operators.base import Need
 from shoal.partition import Box, Span, cut, overlap, slices, volume, whole
@@ -130,7 +130,7 @@ def test_the_executor_does_what_moves_say(case: tuple[list[int], Layout, Layout]
             box = wanted[link.rank]
             like = torch.empty(0, dtype=torch.float64)
             tile = None if box is None else Need(box)
-            return transfer(x[link.rank], held[link.rank], tile, there, link, tag=0, like=like, add=True)
+            return begin_transfer(x[link.rank], held[link.rank], tile, there, link, tag=0, like=like, add=True).wait()
 
         for found, expected in zip(run_ranks(len(have), send), apply(there, x, held, wanted), strict=True):
             assert (found is None) == (expected is None)
@@ -149,7 +149,7 @@ def test_a_tile_has_its_border_around_what_arrives(case: tuple[list[int], Layout
         local = None if held is None else full[slices(held, whole(shape))]
         tile = None if wanted is None else Need(wanted, pad, float("-inf"))
         like = torch.empty(0, dtype=torch.float64)
-        return transfer(local, held, tile, add_moves(have, need), link, tag=0, like=like, add=False)
+        return begin_transfer(local, held, tile, add_moves(have, need), link, tag=0, like=like, add=False).wait()
 
     for found, wanted in zip(run_ranks(len(have), send), need, strict=True):
         if wanted is not None:
