@@ -1,8 +1,10 @@
 """What the tests of one module at a time share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shoal.data import search
@@ -10,6 +12,15 @@ from shoal.data import search
 # Time limits per example fail on a busy machine and say nothing about the code; pytest-timeout catches hangs.
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors are computed faster by one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Named plans and plan files on small networks: the cut that each layer gets, and what is refused and how."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,7 @@ NETS: Mapping[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -58,9 +58,7 @@ SMALLEST = {
 every_network = pytest.mark.parametrize("name", shoal.zoo.names())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on_meta(name: str, **options: object) -> nn.Module:
