@@ -82,8 +82,8 @@ def _told(error: BaseException) -> tuple[str, int]:
             command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "shoal"
             return f"shoal: {error.format_message()}\nSee `{command} --help`.", 2
         case KeyboardInterrupt() | click.Abort():
-            remedy = "Nothing was left behind; run the command again."
-            return f"shoal: interrupted before training began.\n{remedy}", 130
+            remedy = "Run the command again; a training whose folder has a checkpoint goes on with --resume."
+            return f"shoal: interrupted.\n{remedy}", 130
         case _:
             raise error
 
