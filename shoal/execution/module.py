@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import PeerError, RunError
-from shoal.execution.boundary import Boundary, even_shares, tiles
 from shoal.execution.engine import Engine, Tape
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.gradients import Collector, GradientSums, Kept
@@ -20,8 +19,9 @@ from shoal.execution.precision import value_types
 from shoal.execution.states import ShardedStates
 from shoal.execution.transfer import begin_transfer
 from shoal.graph import LayerGraph
-from shoal.lowering.placement import op_of, place, sharers
-from shoal.lowering.program import Program, compile_program, first_uses, layer_groups, state_homes
+from shoal.lowering.boundary import Boundary, even_shares, input_tiles, output_tiles, step_program
+from shoal.lowering.placement import sharers
+from shoal.lowering.program import Program, first_uses, layer_groups, state_homes
 from shoal.lowering.traffic import INPUT, step_traffic
 from shoal.moves import Layout, Move
 from shoal.operators.base import Need
@@ -176,42 +176,25 @@ class ParallelModule(nn.Module):
                 "Pass batches of that size, or remove the fixed size from the network's code.",
             )
         graph = captured.at_batch(batch)
-        cuts = {name: self._cut(graph, name) for name in self._resolved[graph.training].cuts}
-        inputs = self._boundary.inputs(
-            graph,
-            shares,
-            {name: self._first_cut(graph, name) for name in graph.inputs},
-            self._output_layout(graph),
-        )
-        output = self._boundary.output(graph, shares, self._output_layout(graph))
-        program = compile_program(graph, cuts, self._transport.world, inputs, output)
+        program = step_program(graph, self._cuts(graph), self._boundary, shares, losses=self._gives_losses(graph))
         self._transport.make_groups([(LAYER, ranks) for ranks in layer_groups(program)])
         return program
 
-    def _cut(self, graph: LayerGraph, name: str) -> Cut:
-        """A layer's cut; by sample it shrinks with a batch that is smaller than the one planned for."""
-        planned = self._resolved[graph.training].cuts[name]
+    def _cuts(self, graph: LayerGraph) -> dict[str, Cut]:
+        """Every layer's cut; by sample it shrinks with a batch that is smaller than the one planned for."""
+        planned = self._resolved[graph.training].cuts
         if graph.batch >= self._graphs[graph.training].batch:
-            return planned
-        rows = min(graph.batch, *graph.specs[name].shape[:1] or (1,))
-        return Cut.of(**{letter: min(d, rows) if letter == "n" else d for letter, d in planned.degrees})
+            return dict(planned)
+        return {name: _shrunk(cut, graph, name) for name, cut in planned.items()}
 
-    def _first_cut(self, graph: LayerGraph, value: str) -> Cut:
-        return self._cut(graph, next(layer.name for layer in graph.layers if value in layer.reads))
+    def _gives_losses(self, graph: LayerGraph) -> bool:
+        return self._tail is not None and self._tail.mean and graph.training
 
     def _input_layout(self, graph: LayerGraph) -> Layout:
-        """Tiles of the first input, as the layer cuts them that reads it first."""
-        name = next(iter(graph.inputs))
-        cut = self._first_cut(graph, name)
-        return tiles(graph.inputs[name].shape, cut, self._transport.world, channels="k")
+        return input_tiles(graph, self._cuts(graph), self._transport.world)
 
     def _output_layout(self, graph: LayerGraph) -> Layout:
-        """Tiles of the result: losses where they are computed; scores by sample and in space, all their channels."""
-        world, cut = self._transport.world, self._cut(graph, graph.output)
-        if self._tail is not None and self._tail.mean and graph.training:
-            last = next(layer for layer in graph.layers if layer.name == graph.output)
-            return place(op_of(last, graph), cut, world, everywhere=False).owns
-        return tiles(graph.specs[graph.output].shape, cut, world)
+        return output_tiles(graph, self._cuts(graph), self._transport.world, losses=self._gives_losses(graph))
 
     # One step
 
@@ -362,6 +345,11 @@ class ParallelModule(nn.Module):
             if not self._syncing and name not in self._before_no_sync:
                 self._before_no_sync[name] = None if state.grad is None else state.grad.clone()
             state.grad = grad if state.grad is None else state.grad + grad
+
+
+def _shrunk(planned: Cut, graph: LayerGraph, name: str) -> Cut:
+    rows = min(graph.batch, *graph.specs[name].shape[:1] or (1,))
+    return Cut.of(**{letter: min(d, rows) if letter == "n" else d for letter, d in planned.degrees})
 
 
 @dataclass(frozen=True)

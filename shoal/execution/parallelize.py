@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from shoal.capturing import capture_with_states
 from shoal.errors import ConfigError
-from shoal.execution.boundary import IO, Boundary
 from shoal.execution.engine import Engine
 from shoal.execution.loss import LossTail, join_loss
 from shoal.execution.module import ParallelModule
 from shoal.graph import LayerGraph
+from shoal.lowering.boundary import IO, Boundary
 from shoal.plan import Plan
 from shoal.planning import Resolved, resolve
 from shoal.transport import Transport

@@ -21,8 +21,8 @@ from shoal.execution import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from shoal.execution.boundary import IO, even_shares
 from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box
 from shoal.planning import resolve
 from shoal.traffic import total

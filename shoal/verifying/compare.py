@@ -14,9 +14,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shoal.execution.boundary import IO, even_shares
 from shoal.execution.loss import LossTail
 from shoal.execution.module import ParallelModule, full_state_dict
+from shoal.lowering.boundary import IO, even_shares
 from shoal.lowering.program import Compute, Program
 from shoal.moves import Layout
 from shoal.partition import Box, slices, whole

@@ -7,7 +7,8 @@ from typing import Literal
 
 from shoal.errors import RunError
 from shoal.graph import LayerGraph
-from shoal.lowering.program import Inputs, Program
+from shoal.lowering.placement import op_of, place
+from shoal.lowering.program import Inputs, Program, compile_program
 from shoal.moves import Layout
 from shoal.operators.base import letters
 from shoal.partition import Box, Cut, Span, cut, volume, whole
@@ -74,6 +75,37 @@ class Boundary:
         if all(other is not None and other.box == everything for other in program.output.tiles):
             return 1 / self.ranks
         return 0.0 if tile is None else _places(tile.box) / _places(everything)
+
+
+def step_program(
+    graph: LayerGraph, cuts: Mapping[str, Cut], boundary: Boundary, shares: Sequence[int], *, losses: bool
+) -> Program:
+    """The program of one step under these cuts, from what the caller passes to what it gets.
+
+    `shares`: samples that each rank passes; `losses`: the result is losses, which stay where they are computed.
+    """
+    result = output_tiles(graph, cuts, boundary.ranks, losses=losses)
+    inputs = boundary.inputs(graph, shares, {name: first_cut(graph, cuts, name) for name in graph.inputs}, result)
+    return compile_program(graph, cuts, boundary.ranks, inputs, boundary.output(graph, shares, result))
+
+
+def first_cut(graph: LayerGraph, cuts: Mapping[str, Cut], value: str) -> Cut:
+    """How the layer is cut that reads a value first."""
+    return cuts[next(layer.name for layer in graph.layers if value in layer.reads)]
+
+
+def input_tiles(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int) -> Layout:
+    """Tiles of the first input, as the layer cuts them that reads it first."""
+    name = next(iter(graph.inputs))
+    return tiles(graph.inputs[name].shape, first_cut(graph, cuts, name), ranks, channels="k")
+
+
+def output_tiles(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, *, losses: bool) -> Layout:
+    """Tiles of the result: losses where they are computed; scores by sample and in space, all their channels."""
+    if losses:
+        last = next(layer for layer in graph.layers if layer.name == graph.output)
+        return place(op_of(last, graph), cuts[graph.output], ranks, everywhere=False).owns
+    return tiles(graph.specs[graph.output].shape, cuts[graph.output], ranks)
 
 
 def _places(box: Box) -> int:
