@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         full_state_dict,
         load_full_state_dict,
-        parallelize,
     )
+    from shoal.finding import parallelize
     from shoal.graph import LayerGraph
     from shoal.partition import Cut
     from shoal.plan import Plan
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "parallelize": "shoal.execution",
+    "parallelize": "shoal.finding",
     "ParallelModule": "shoal.execution",
     "full_state_dict": "shoal.execution",
     "load_full_state_dict": "shoal.execution",

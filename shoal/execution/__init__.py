@@ -1,6 +1,6 @@
 """Execution: a program on real tensors and real processes.
 
-`parallelize.py` builds a `ParallelModule` (`module.py`), whose `engine.py` runs the program's list forward and
+`laying.py` builds a `ParallelModule` (`module.py`), whose `engine.py` runs the program's list forward and
 backward: `transfer.py` carries out moves, `peers.py` sums within layers, `gradients.py` sums gradients.
 """
 
@@ -12,7 +12,6 @@ from shoal.execution.module import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from shoal.execution.parallelize import parallelize
 
 __all__ = [
     "ParallelModule",
@@ -21,5 +20,4 @@ __all__ = [
     "full_state_dict",
     "load_full_optimizer_state",
     "load_full_state_dict",
-    "parallelize",
 ]

@@ -11,7 +11,7 @@ from shoal.lowering.placement import check_fits, depends_on_input, op_of
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut
 from shoal.plan import Plan
-from shoal.planning.strategies import check_name, fit, wanted_cuts
+from shoal.planning.strategies import check_name, fit, followed, wanted_cuts
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,6 @@ def _from_lines(
             cuts[layer.name] = line[1]
         else:
             before = next((cuts[read] for read in layer.reads if read in cuts and read in sees_batch), Cut.of(n=ranks))
-            cuts[layer.name] = fit(_followed(before), rule_for(op).axes(op))
+            cuts[layer.name] = fit(followed(before), rule_for(op).axes(op))
     return cuts
 
-
-def _followed(cut: Cut) -> Cut:
-    """The cut for a layer that follows: sums over cut input channels end up with every rank, so by channel."""
-    degrees = dict(cut.degrees)
-    summed = degrees.pop("k", 1)
-    return Cut.of(**{**degrees, "c": degrees.get("c", 1) * summed})

@@ -69,3 +69,10 @@ def fit(wanted: Cut, axes: tuple[Axis, ...]) -> Cut:
     """The largest cut of the wanted dims that a layer's axes allow."""
     limits = {axis.letter: most_parts(axis) for axis in axes}
     return Cut.of(**{letter: min(degree, limits.get(letter, 1)) for letter, degree in wanted.degrees})
+
+
+def followed(cut: Cut) -> Cut:
+    """The cut for a layer that follows: sums over cut input channels end up with every rank, so by channel."""
+    degrees = dict(cut.degrees)
+    summed = degrees.pop("k", 1)
+    return Cut.of(**{**degrees, "c": degrees.get("c", 1) * summed})

@@ -21,7 +21,7 @@ from shoal.execution import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box
 from shoal.planning import resolve

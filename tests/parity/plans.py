@@ -3,7 +3,7 @@
 import random
 from functools import partial
 
-from shoal.execution.parallelize import Captured
+from shoal.execution.laying import Captured
 from shoal.lowering.placement import depends_on_input, most_parts, op_of
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.traffic import Sent
 from shoal.transport import Transport
 from shoal.verifying.compare import compare

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.capturing import capture
 from shoal.errors import PlanError
-from shoal.execution.parallelize import Captured, capture_modes, lay
+from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.graph import LayerGraph
 from shoal.partition import Cut
 from shoal.plan import Plan

@@ -1,0 +1,214 @@
+"""Boxes of many cuts at once, as arrays: what the search needs to price thousands of re-cuts in one stroke.
+
+Most rules are separable: each dim of a box follows one letter of the cut. Then the boxes of all parts of all cuts
+come together from the spans along single letters, a few hundred calls of the rule where one by one there would be a
+million. A rule that is not separable is asked part by part.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.lowering.placement import place
+from shoal.moves import Layout
+from shoal.operators.base import Axis, Op, Part
+from shoal.operators.registry import WHOLE, rule_for
+from shoal.partition import Box, Cut, Span, cut
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """For C cuts and R ranks the box that each rank has; boxes of nothing are empty in every dim."""
+
+    starts: Ints
+    """Of shape (C, R, dims)."""
+    stops: Ints
+    lists: tuple[tuple[tuple[Ints, Ints], ...], ...] | None
+    """Where separable: for each dim its distinct lists of spans, as (starts, stops) by part."""
+    kinds: Ints | None
+    """(C, dims): which of those lists a cut has."""
+    copies: Ints | None
+    """(C,): how many ranks have the same box."""
+    everywhere: bool = False
+    """Every rank has the whole tensor for itself."""
+
+    @property
+    def volumes(self) -> Ints:
+        """(C, R): elements of each box."""
+        found: Ints = np.prod(self.stops - self.starts, axis=2)
+        return found
+
+
+def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
+    """What each rank owns of a layer's finished output, under each cut."""
+    rule = rule_for(op)
+    if rule is WHOLE:
+        return _everywhere(op.out, len(cuts), ranks)
+    summed = {axis.letter for axis in rule.axes(op) if axis.summed}
+    plain = [not any(letter in summed for letter, _ in one.degrees) for one in cuts]
+    if all(plain):
+        return _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
+    layouts = [place(op, one, ranks, everywhere=False).owns for one in cuts]
+    return _from_layouts(layouts, len(op.out))
+
+
+def needed_boxes(op: Op, argument: str, cuts: Sequence[Cut], ranks: int) -> Boxes:
+    """What each rank reads of one tensor argument, under each cut; padding is not part of a box."""
+    rule = rule_for(op)
+    if rule is WHOLE:
+        return _everywhere(op.shapes[argument], len(cuts), ranks)
+
+    def read(part: Part) -> Box | None:
+        need = rule.needs(op, part).get(argument)
+        return None if need is None else need.box
+
+    return _boxes(op, cuts, ranks, read)
+
+
+def _everywhere(shape: Sequence[int], count: int, ranks: int) -> Boxes:
+    dims = max(len(shape), 1)
+    stops = np.broadcast_to(np.array(list(shape) or [1], dtype=np.int64), (count, ranks, dims))
+    return Boxes(np.zeros_like(stops), np.array(stops), None, None, None, everywhere=True)
+
+
+def _boxes(op: Op, cuts: Sequence[Cut], ranks: int, ask: Callable[[Part], Box | None]) -> Boxes:
+    axes = {axis.letter: axis for axis in rule_for(op).axes(op)}
+    whole: dict[str, Span] = {letter: Span(0, axis.size) for letter, axis in axes.items()}
+    base = ask(whole)
+    letters = sorted({letter for one in cuts for letter, _ in one.degrees})
+    single = {
+        (letter, degree): [ask({**whole, letter: span}) for span in _spans(axes[letter], degree)]
+        for letter in letters
+        for degree in sorted({one.degree(letter) for one in cuts} - {1})
+    }
+    governs = _governing(base, single)
+    if base is None or governs is None or not _agrees(ask, axes, cuts, single, base, governs):
+        layouts = []
+        for one in cuts:
+            parts = [place_part for place_part in place(op, one, ranks, everywhere=False).parts]
+            layouts.append(tuple(None if part is None else ask(part) for part in parts))
+        return _from_layouts(layouts, len(base or ()) or 1)
+    return _composed(cuts, ranks, single, base, governs)
+
+
+def _spans(axis: Axis, degree: int) -> tuple[Span, ...]:
+    return cut(axis.size, degree, grain=axis.grain)
+
+
+def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box | None]]) -> dict[int, str] | None:
+    """For every dim of the box the letter that changes it; None where two letters would, or where a part reads nothing
+    and no dim tells that."""
+    if base is None:
+        return None
+    found: dict[int, str] = {}
+    silent: set[str] = set()
+    for (letter, _), boxes in single.items():
+        for box in boxes:
+            if box is None:
+                silent.add(letter)
+                continue
+            for dim, (span, whole) in enumerate(zip(box, base, strict=True)):
+                if span != whole and found.setdefault(dim, letter) != letter:
+                    return None
+    if silent - set(found.values()):
+        return None
+    return found
+
+
+def _part_indices(one: Cut, ranks: int) -> dict[str, Ints]:
+    """For every letter of a cut which of its parts each rank has, -1 beyond the last part."""
+    found: dict[str, Ints] = {}
+    numbers = np.arange(ranks)
+    stride = one.parts
+    for letter, degree in one.degrees:
+        stride //= degree
+        found[letter] = np.where(numbers < one.parts, numbers // stride % degree, -1)
+    return found
+
+
+def _composed(
+    cuts: Sequence[Cut],
+    ranks: int,
+    single: Mapping[tuple[str, int], Sequence[Box | None]],
+    base: Box,
+    governs: Mapping[int, str],
+) -> Boxes:
+    dims = max(len(base), 1)
+    lists: list[list[tuple[Ints, Ints]]] = [[] for _ in range(dims)]
+    known: dict[tuple[int, str, int], int] = {}
+    kinds = np.zeros((len(cuts), dims), dtype=np.int64)
+    starts = np.zeros((len(cuts), ranks, dims), dtype=np.int64)
+    stops = np.zeros_like(starts)
+    copies = np.ones(len(cuts), dtype=np.int64)
+    box = base or (Span(0, 1),)
+    for number, one in enumerate(cuts):
+        indices = _part_indices(one, ranks)
+        copies[number] = prod(degree for letter, degree in one.degrees if letter not in governs.values())
+        used = np.arange(ranks) < one.parts
+        for dim in range(dims):
+            letter = governs.get(dim, "")
+            degree = one.degree(letter) if letter else 1
+            if (dim, letter, degree) not in known:
+                parts = [box] if degree == 1 else single[letter, degree]
+                spans = [Span(0, 0) if part is None else part[dim] for part in parts]
+                known[dim, letter, degree] = len(lists[dim])
+                lists[dim].append((np.array([s.start for s in spans]), np.array([max(s.stop, s.start) for s in spans])))
+            kinds[number, dim] = kind = known[dim, letter, degree]
+            index = indices[letter] if degree > 1 else np.zeros(ranks, dtype=np.int64)
+            first, last = lists[dim][kind]
+            starts[number, :, dim] = np.where(used, first[index], 0)
+            stops[number, :, dim] = np.where(used, last[index], 0)
+    return Boxes(starts, stops, tuple(map(tuple, lists)), kinds, copies)
+
+
+def _agrees(
+    ask: Callable[[Part], Box | None],
+    axes: Mapping[str, Axis],
+    cuts: Sequence[Cut],
+    single: Mapping[tuple[str, int], Sequence[Box | None]],
+    base: Box,
+    governs: Mapping[int, str],
+) -> bool:
+    """Whether the corners of some cuts of several letters are what single letters say."""
+    several = [one for one in cuts if len(one.degrees) > 1]
+    for one in several[:: max(len(several) // 8, 1)]:
+        for last in (False, True):
+            indices = {letter: degree - 1 if last else 0 for letter, degree in one.degrees}
+            part = {letter: Span(0, axis.size) for letter, axis in axes.items()}
+            part.update({letter: _spans(axes[letter], one.degree(letter))[i] for letter, i in indices.items()})
+            pieces = {letter: single[letter, one.degree(letter)][i] for letter, i in indices.items()}
+            box = ask(part)
+            if any(piece is None for piece in pieces.values()):
+                if box is not None and prod(map(len, box)):
+                    return False
+                continue
+            expected = []
+            for dim, span in enumerate(base):
+                piece = pieces.get(governs.get(dim, ""))
+                expected.append(span if piece is None else piece[dim])
+            if box != tuple(expected):
+                return False
+    return True
+
+
+def _from_layouts(layouts: Sequence[Layout], dims: int) -> Boxes:
+    dims = max(dims, 1)
+    ranks = len(layouts[0])
+    starts = np.zeros((len(layouts), ranks, dims), dtype=np.int64)
+    stops = np.zeros_like(starts)
+    for number, layout in enumerate(layouts):
+        for rank, box in enumerate(layout):
+            if box is not None:
+                starts[number, rank] = [span.start for span in box] or [0]
+                stops[number, rank] = [max(span.stop, span.start) for span in box] or [1]
+    return Boxes(starts, stops, None, None, None)
+
+
+def layout_boxes(layout: Layout) -> Boxes:
+    """One given layout."""
+    return _from_layouts([layout], next((len(box) for box in layout if box is not None), 1))

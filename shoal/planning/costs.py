@@ -1,0 +1,390 @@
+"""The cost model as tables: what each choice of a stage costs by itself, and each pair of choices that meet.
+
+A step costs the sum over stages of
+
+    compute    forward and backward of the largest part, and what each layer costs beyond its kernels
+    sums       batch norm's statistics and other sums within a layer; partial results
+    gradients  the sum of its parameters' gradients, of which a part hides behind backward (`exposed`)
+    update     the optimizer on this rank's parameters
+
+and over values of the time to bring each to its readers and the gradients back. A transfer that several readers share is
+counted once. Where that would make a table too large, readers are priced apart, which bounds the cost from above.
+This is what the search minimises, exactly; `shoal.planning.price` then plays the found plan through in time, with overlap.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from shoal.graph import LayerGraph, State
+from shoal.lowering.boundary import Boundary, even_shares, samples
+from shoal.lowering.placement import place
+from shoal.operators.base import Op, Part
+from shoal.operators.registry import WHOLE, rule_for
+from shoal.partition import Cut, Span, cut, volume
+from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes
+from shoal.planning.elimination import Factor
+from shoal.planning.speeds import KernelTime, Speeds
+from shoal.planning.stages import Stage
+from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
+
+SHARED_ENTRIES = 1_000_000
+"""The largest table in which transfers that several readers share are counted once."""
+PAIR_BYTES = 64 << 10
+"""Sums up to this size cost two ranks one message each."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Of every choice of one stage, in seconds or bytes."""
+
+    compute: Floats
+    sums: Floats
+    gradients: Floats
+    update: Floats
+    memory: Floats
+    """Bytes on the rank with the largest part: parameters with their gradients and optimizer state, and what the stage
+    keeps for backward."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value and the stages that read it."""
+
+    value: str
+    source: int | None
+    """The stage that makes it; None for an input."""
+    readers: tuple[int, ...]
+    seconds: Floats
+    """By the choice of the source (where there is one) and of every reader."""
+    memory: Floats
+    """Bytes of tiles that are not what the rank owns."""
+
+
+@dataclass(frozen=True)
+class CostTables:
+    """Everything that the search minimises over."""
+
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+    edges: tuple[Edge, ...]
+    forbidden: tuple[Factor, ...]
+    """Pairs of choices that cannot be: layers that share a parameter must need the same parts of it."""
+
+    def factors(self, exposed: float) -> list[Factor]:
+        """The sum to be minimised, when this part of the gradients' sums is not hidden behind backward."""
+        found = [
+            Factor((index,), cost.compute + cost.sums + cost.update + exposed * cost.gradients)
+            for index, cost in enumerate(self.costs)
+        ]
+        found += [Factor(_variables(edge), edge.seconds) for edge in self.edges]
+        return [*found, *self.forbidden]
+
+    def weights(self) -> list[Factor]:
+        """Bytes per rank, an upper bound: the largest part of every stage, wherever it is."""
+        found = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
+        return [*found, *(Factor(_variables(edge), edge.memory) for edge in self.edges)]
+
+    def cuts(self, choice: Sequence[int]) -> dict[str, Cut]:
+        """The cut of every layer under one choice per stage."""
+        found: dict[str, Cut] = {}
+        for stage, chosen in zip(self.stages, choice, strict=True):
+            found.update(stage.cuts(chosen))
+        return found
+
+
+def _variables(edge: Edge) -> tuple[int, ...]:
+    return edge.readers if edge.source is None else (edge.source, *edge.readers)
+
+
+@dataclass
+class CostModel:
+    """Prices the stages of one network on one cluster."""
+
+    graph: LayerGraph
+    ranks: int
+    speeds: Speeds
+    boundary: Boundary
+    itemsize: int = 4
+    optimizer_slots: int = 1
+    """Tensors that the optimizer keeps per parameter: 1 for momentum."""
+    local_statistics: bool = False
+    bucket_bytes: int = 1 << 20
+    _kernels: dict[object, KernelTime] = field(default_factory=dict)
+    _transfers: dict[object, Floats] = field(default_factory=dict)
+
+    def tables(self, stages: Sequence[Stage]) -> CostTables:
+        """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
+        flowing = self.flowing()
+        costs = tuple(self._stage_cost(stage, flowing) for stage in stages)
+        return CostTables(tuple(stages), costs, tuple(self._edges(stages, flowing)), tuple(self._forbidden(stages)))
+
+    def flowing(self) -> frozenset[str]:
+        """Values through which gradients flow in training, all parameters learning."""
+        need: set[str] = set()
+        for layer in self.graph.layers:
+            if layer.name in self.graph.learning and any(
+                isinstance(ref, State) or ref.name in need for _, ref in layer.tensors
+            ):
+                need.add(layer.name)
+        return frozenset(need)
+
+    def kernel(self, op: Op, part: Part, chosen: Cut, flowing: frozenset[str]) -> KernelTime:
+        """One part of a layer, from measurement or data sheet."""
+        letters = frozenset(letter for letter, _ in chosen.degrees)
+        input_grad = any(read in flowing for read in op.layer.reads)
+        backward = op.layer.name in flowing
+        rule = rule_for(op)
+        key = (op.layer.name, tuple(part.items()), letters)
+        if key not in self._kernels:
+            found = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
+            self._kernels[key] = found if backward else KernelTime(found.forward, 0.0)
+        return self._kernels[key]
+
+    # One stage
+
+    def _stage_cost(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
+        rows = [self._choice_cost(stage, choice, flowing) for choice in stage.choices]
+        compute, sums, gradients, update, memory = np.array(rows, dtype=np.float64).T
+        return StageCost(compute, sums, gradients, update, memory)
+
+    def _choice_cost(self, stage: Stage, choice: Sequence[Cut], flowing: frozenset[str]) -> tuple[float, ...]:
+        compute = sums = gradients = update = memory = 0.0
+        before: tuple[Op, Cut] | None = None
+        for op, chosen in zip(stage.ops, choice, strict=True):
+            part = first_part(op, chosen)
+            time = self.kernel(op, part, chosen, flowing)
+            compute += time.total + self.speeds.layer_overhead
+            sums += self.layer_sums(op, part, chosen, flowing)
+            if before is not None and before[1] != chosen:
+                sums += self._within(before, (op, chosen), flowing)
+            for size, group, per_host in self.shards(op, part, chosen):
+                gradients += sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+                update += size * self.speeds.update_per_byte
+                memory += size * (2 + self.optimizer_slots)
+            memory += self.kept_bytes(op, part, flowing)
+            before = (op, chosen)
+        return compute, sums, gradients, update, memory
+
+    def layer_sums(self, op: Op, part: Part, chosen: Cut, flowing: frozenset[str]) -> float:
+        """Seconds of what crosses between the parts of one layer while it runs, both passes, and of partial results."""
+        rule = rule_for(op)
+        if rule is WHOLE or not chosen.degrees:
+            return 0.0
+        letters, parts = frozenset(letter for letter, _ in chosen.degrees), dict(chosen.degrees)
+        seconds = 0.0
+        for one in rule.sums(op, part, letters, parts, local=self.local_statistics):
+            group = ranks_over(chosen, one.over)
+            passes = one.forward + (one.backward and op.layer.name in flowing)
+            seconds += passes * self.small_sum(one.elements * self.itemsize, group, chosen)
+        summed = {axis.letter for axis in rule.axes(op) if axis.summed}
+        if letters & summed:  # each part's box is divided among the parts that it is added up with
+            whole, shared = volume(rule.writes(op, part)), prod(parts[x] for x in letters & summed)
+            for level in self._crossed(ranks_over(chosen, "".join(letters & summed))):
+                passes = 1 + (op.layer.name in flowing)
+                seconds += passes * (level.latency + whole * (shared - 1) / shared * self.itemsize / level.bandwidth)
+        return seconds
+
+    def small_sum(self, size: float, group: Sequence[int], chosen: Cut) -> float:
+        """Seconds of a sum that the layer waits for."""
+        if len(group) == 2 and size <= PAIR_BYTES:
+            return sum(level.latency + size / level.bandwidth for level in self._crossed(group))
+        per_host = max(1, chosen.parts // len(group))
+        return sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+
+    def _crossed(self, group: Sequence[int]) -> list:  # type: ignore[type-arg]
+        cluster = self.speeds.cluster
+        if len(group) < 2 or not cluster.levels:
+            return []
+        index = max(cluster.level_of(group[0], other) or 0 for other in group[1:])
+        return [cluster.levels[index]]
+
+    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, tuple[int, ...], int]]:
+        """(bytes of the first rank's shard, ranks that hold it, groups that sum at once) of every parameter."""
+        rule = rule_for(op)
+        found = []
+        for argument, reference in op.layer.tensors:
+            if not isinstance(reference, State) or argument in rule.updates(op):
+                continue
+            if not self.graph.states[reference.name].differentiable:
+                continue
+            need = rule.needs(op, part).get(argument)
+            if need is None:
+                continue
+            alike = []
+            for letter, _ in chosen.degrees:
+                other = rule.needs(op, {**part, letter: last_span(op, letter, chosen)}).get(argument)
+                if other is not None and other.box == need.box:
+                    alike.append(letter)
+            group = ranks_over(chosen, "".join(alike))
+            if rule is WHOLE:
+                group = tuple(range(self.ranks))
+            found.append((float(volume(need.box) * self.itemsize), group, max(1, chosen.parts // len(group))))
+        return found
+
+    def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
+        """Bytes of a layer's output that live until backward, on the rank with the largest part."""
+        rule = rule_for(op)
+        if op.layer.name not in flowing or not makes_memory(op):
+            return 0.0
+        return float(volume(rule.writes(op, part)) * self.itemsize)
+
+    def _within(self, before: tuple[Op, Cut], after: tuple[Op, Cut], flowing: frozenset[str]) -> float:
+        """The move between two layers of one stage, where the first one's partial results were divided."""
+        have = owned_boxes(before[0], [before[1]], self.ranks)
+        argument = next(arg for arg, ref in after[0].layer.tensors if ref.name == before[0].layer.name)
+        need = needed_boxes(after[0], argument, [after[1]], self.ranks)
+        once = float(transfer_seconds(have, need, self.itemsize, self.speeds.cluster)[0, 0])
+        return once * (1 + (before[0].layer.name in flowing))
+
+    # Between stages
+
+    def _edges(self, stages: Sequence[Stage], flowing: frozenset[str]) -> list[Edge]:
+        maker = {op.layer.name: index for index, stage in enumerate(stages) for op in stage.ops}
+        readers: dict[str, list[tuple[int, str]]] = {}
+        for index, stage in enumerate(stages):
+            for argument, value in stage.reads:
+                readers.setdefault(value, []).append((index, argument))
+        found = []
+        for value, places in readers.items():
+            if value in maker:
+                found += self._edges_of(value, maker[value], places, stages, flowing)
+            elif value in self.graph.inputs and self.boundary.io == "share":
+                spec = self.graph.inputs[value]
+                have = layout_boxes(samples(spec.shape, even_shares(self.graph.batch, self.ranks)))
+                for index, argument in places:
+                    seconds, memory = self._moved(have, stages[index], argument, 1)
+                    found.append(Edge(value, None, (index,), seconds[0], memory[0]))
+        return found
+
+    def _edges_of(
+        self, value: str, source: int, places: Sequence[tuple[int, str]], stages: Sequence[Stage], flowing: frozenset[str]
+    ) -> list[Edge]:
+        maker = stages[source]
+        position = next(i for i, op in enumerate(maker.ops) if op.layer.name == value)
+        have = owned_boxes(maker.ops[position], [choice[position] for choice in maker.choices], self.ranks)
+        passes = 1 + (value in flowing)
+        priced = [(index, *self._moved(have, stages[index], arg, passes, (maker, position))) for index, arg in places]
+        indices = [index for index, _, _ in priced]
+        entries = len(maker.choices) * prod(len(stages[index].choices) for index in set(indices))
+        if len(places) > 1 and len(set(indices)) == len(indices) and entries <= SHARED_ENTRIES:
+            needs = [self._needs(stages[index], argument) for index, argument in places]
+            seconds, memory = _shared(priced, needs)
+            return [Edge(value, source, tuple(indices), seconds, memory)]
+        return [Edge(value, source, (index,), seconds, memory) for index, seconds, memory in priced if index != source]
+
+    def _needs(self, stage: Stage, argument: str) -> Boxes:
+        return needed_boxes(stage.ops[0], argument, [choice[0] for choice in stage.choices], self.ranks)
+
+    def _moved(
+        self, have: Boxes, reader: Stage, argument: str, passes: int, made: tuple[Stage, int] | None = None
+    ) -> tuple[Floats, Floats]:
+        """(seconds of all passes, bytes of tiles on the first rank that are not what it owns), by both choices."""
+        key = None
+        if made is not None:
+            key = (_signature(made[0].ops[made[1]], made[0], made[1]), _signature(reader.ops[0], reader, 0), argument, passes)
+            if key in self._transfers:
+                return self._transfers[key], self._transfers[key, "memory"]
+        need = self._needs(reader, argument)
+        seconds = passes * transfer_seconds(have, need, self.itemsize, self.speeds.cluster)
+        tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
+        same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
+        memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])
+        if key is not None:
+            self._transfers[key], self._transfers[key, "memory"] = seconds, memory
+        return seconds, memory
+
+    def _forbidden(self, stages: Sequence[Stage]) -> list[Factor]:
+        users: dict[str, list[tuple[int, int, str]]] = {}
+        for index, stage in enumerate(stages):
+            for position, op in enumerate(stage.ops):
+                for argument, reference in op.layer.tensors:
+                    if isinstance(reference, State):
+                        users.setdefault(reference.name, []).append((index, position, argument))
+        found = []
+        for places in users.values():
+            for (a, i, first), (b, j, second) in product(places[:1], places[1:]):
+                if a == b:
+                    continue
+                one = needed_boxes(stages[a].ops[i], first, [c[i] for c in stages[a].choices], self.ranks)
+                two = needed_boxes(stages[b].ops[j], second, [c[j] for c in stages[b].choices], self.ranks)
+                same = (one.starts[:, None] == two.starts[None]) & (one.stops[:, None] == two.stops[None])
+                found.append(Factor((a, b), np.where(same.all(axis=(2, 3)), 0.0, np.inf)))
+        return found
+
+
+def _signature(op: Op, stage: Stage, position: int) -> object:
+    """Equal for layers whose boxes are equal under equal cuts."""
+    plain = tuple((name, str(value)) for name, value in op.layer.arguments.items() if name not in op.shapes)
+    return (
+        op.layer.op,
+        op.out,
+        tuple(op.shapes.items()),
+        tuple(item for item in plain if "Value(" not in item[1] and "State(" not in item[1]),
+        tuple(choice[position] for choice in stage.choices),
+    )
+
+
+def _shared(priced: Sequence[tuple[int, Floats, Floats]], needs: Sequence[Boxes]) -> tuple[Floats, Floats]:
+    """One table over the source and all readers, in which readers that need the same boxes pay once."""
+    count = len(priced)
+    seconds: Floats = np.zeros((1,) * (count + 1))
+    memory: Floats = np.zeros((1,) * (count + 1))
+    for number, (_, table, tiles) in enumerate(priced):
+        shape = [table.shape[0]] + [table.shape[1] if other == number else 1 for other in range(count)]
+        first = np.ones((1,) * count, dtype=bool)
+        for earlier in range(number):
+            a, b = needs[earlier], needs[number]
+            if a.starts.shape[2] != b.starts.shape[2]:
+                continue
+            same = (a.starts[:, None] == b.starts[None]) & (a.stops[:, None] == b.stops[None])
+            alike = same.all(axis=(2, 3))
+            place = [alike.shape[0] if o == earlier else alike.shape[1] if o == number else 1 for o in range(count)]
+            first = first & ~alike.reshape(place)
+        seconds = seconds + table.reshape(shape) * first[None]
+        memory = memory + tiles.reshape(shape) * first[None]
+    return seconds, memory
+
+
+def first_part(op: Op, chosen: Cut) -> Part:
+    """The part of rank 0, which no other part exceeds."""
+    rule = rule_for(op)
+    if rule is WHOLE:
+        return {}
+    return {
+        axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in rule.axes(op)
+    }
+
+
+def last_span(op: Op, letter: str, chosen: Cut) -> Span:
+    """The last part's rows along one letter."""
+    axis = next(axis for axis in rule_for(op).axes(op) if axis.letter == letter)
+    return cut(axis.size, chosen.degree(letter), grain=axis.grain)[-1]
+
+
+def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:
+    """The ranks whose parts differ from rank 0's in the letters `over` only, rank 0 included."""
+    strides, stride = {}, chosen.parts
+    for letter, degree in chosen.degrees:
+        stride //= degree
+        strides[letter] = (stride, degree)
+    ranks = [0]
+    for letter in over:
+        if letter in strides:
+            step, degree = strides[letter]
+            ranks = [rank + step * index for rank in ranks for index in range(degree)]
+    return tuple(sorted(ranks))
+
+
+_IN_PLACE = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "detach", "alias", "contiguous", "expand", "dropout")
+
+
+def makes_memory(op: Op) -> bool:
+    """Whether a layer's output is memory of its own that backward needs: views are not, nor sums of two tensors."""
+    return op.layer.op.split(".")[1] not in _IN_PLACE
+
+
+__all__ = ["CostModel", "CostTables", "Edge", "StageCost", "first_part", "place", "ranks_over"]

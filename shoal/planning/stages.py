@@ -1,0 +1,130 @@
+"""Stages: what the search chooses a cut for, and the cuts it may choose from.
+
+A stage is a layer with the layers that follow it: activations, norms and dropout that alone read its output share
+its cut, so one choice serves all. Everything else (pools, sums, concatenations, views, losses) is a stage of its own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.graph import LayerGraph, Value
+from shoal.lowering.placement import depends_on_input, most_parts, op_of
+from shoal.operators import elementwise, norms
+from shoal.operators.base import Axis, Op, Rule
+from shoal.operators.registry import WHOLE, rule_for
+from shoal.partition import Cut
+from shoal.planning.strategies import fit, followed
+
+FEW_RANKS = 8
+"""Up to so many ranks every number of parts is a choice; beyond, the divisors of the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that share one choice of cut."""
+
+    ops: tuple[Op, ...]
+    """The layer that is cut first, then its followers, in the graph's order."""
+    choices: tuple[tuple[Cut, ...], ...]
+    """What can be chosen: for every choice the cut of each op."""
+
+    @property
+    def name(self) -> str:
+        """Its first layer's."""
+        return self.ops[0].layer.name
+
+    @property
+    def output(self) -> str:
+        """The value that other stages read."""
+        return self.ops[-1].layer.name
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of each op."""
+        return tuple(rule_for(op) for op in self.ops)
+
+    @property
+    def reads(self) -> tuple[tuple[str, str], ...]:
+        """(argument, value) for every value that the first layer reads; followers read only what stands before."""
+        return tuple((arg, ref.name) for arg, ref in self.ops[0].layer.tensors if isinstance(ref, Value))
+
+    def cuts(self, choice: int) -> dict[str, Cut]:
+        """The cut of each of its layers under one choice."""
+        return {op.layer.name: cut for op, cut in zip(self.ops, self.choices[choice], strict=True)}
+
+
+def stages_of(graph: LayerGraph, ranks: int, pins: Mapping[str, Cut] | None = None) -> tuple[Stage, ...]:
+    """The stages of a network in its order. Layers that do not see the batch have no choice and are left out.
+
+    `pins`: the cut of some layers, by name, as the user wants them; their stages have that choice alone.
+    """
+    pins = pins or {}
+    sees_batch = depends_on_input(graph)
+    groups: list[list[Op]] = []
+    home: dict[str, int] = {}
+    readers: dict[str, int] = {}
+    for layer in graph.layers:
+        for read in layer.reads:
+            readers[read] = readers.get(read, 0) + 1
+    for layer in graph.layers:
+        if layer.name not in sees_batch:
+            continue
+        op = op_of(layer, graph)
+        before = layer.reads[0] if layer.reads else ""
+        joins = before in home and readers[before] == 1 and groups[home[before]][-1].layer.name == before
+        if joins and layer.name != graph.output and _follows(op) and layer.output.shape == graph.specs[before].shape:
+            home[layer.name] = home[before]
+            groups[home[before]].append(op)
+        else:
+            home[layer.name] = len(groups)
+            groups.append([op])
+    return tuple(_with_choices(tuple(group), ranks, pins) for group in groups)
+
+
+def _follows(op: Op) -> bool:
+    rule = rule_for(op)
+    alike = isinstance(rule, elementwise.Elementwise | elementwise.Dropout | elementwise.PerChannel | norms.BatchNorm)
+    return alike and len(op.layer.reads) == 1
+
+
+def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut]) -> Stage:
+    pinned = {op.layer.name: pins[op.layer.name] for op in ops if op.layer.name in pins}
+    head = ops[0]
+    cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks))
+    found = []
+    for cut in cuts:
+        after = followed(cut)
+        chosen = [cut]
+        for op in ops[1:]:
+            chosen.append(pinned.get(op.layer.name) or fit(after, rule_for(op).axes(op)))
+        found.append(tuple(chosen))
+    return Stage(ops, tuple(found))
+
+
+def cuts_of(op: Op, ranks: int) -> Iterator[Cut]:
+    """Every cut of a layer over at most so many ranks, uneven ones too, the whole layer first.
+
+    With more than a few ranks the numbers of parts are divisors of theirs, and partial sums (`k`) combine with
+    samples only: the others are never the best there and would be most of the list.
+    """
+    rule = rule_for(op)
+    axes: Sequence[Axis] = () if rule is WHOLE else rule.axes(op)
+    few = ranks <= FEW_RANKS
+    degrees = [d for d in range(1, ranks + 1) if few or ranks % d == 0]
+
+    def extend(rest: Sequence[Axis], left: int) -> Iterable[dict[str, int]]:
+        if not rest:
+            yield {}
+            return
+        axis, *others = rest
+        for degree in degrees:
+            if degree > min(left, most_parts(axis)):
+                break
+            for more in extend(others, left // degree):
+                yield {axis.letter: degree, **more} if degree > 1 else more
+
+    summed = {axis.letter for axis in axes if axis.summed}
+    for chosen in extend(axes, ranks):
+        if few or not summed & chosen.keys() or chosen.keys() <= summed | {"n"}:
+            yield Cut.of(**chosen)

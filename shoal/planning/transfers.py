@@ -1,0 +1,124 @@
+"""How long moves take on a cluster's links, for many pairs of cuts at once.
+
+A transfer takes, on every level of links it crosses, the latency once and then the bytes of the busiest rank, sent or
+received, whichever is more; where the ranks of a host share one link, the bytes of the busiest host. Backward moves the
+same bytes the other way, in the same time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster import Cluster, Level
+from shoal.planning.boxes import Boxes, Ints
+
+Floats = NDArray[np.float64]
+SAMPLED_RANKS = 64
+"""Beyond so many ranks the busiest is sought among this many, evenly spread, first and last included."""
+_AT_ONCE = 4_000_000
+"""Entries of one temporary array."""
+
+
+def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
+    """(cuts of have, cuts of need): seconds of one pass, forward or backward."""
+    shape = (have.starts.shape[0], need.starts.shape[0])
+    if have.everywhere or not cluster.levels:
+        return np.zeros(shape)
+    ranks = have.starts.shape[1]
+    seen = np.unique(np.linspace(0, ranks - 1, min(ranks, SAMPLED_RANKS)).astype(np.int64))
+    seconds = np.empty(shape)
+    rows = max(1, _AT_ONCE // (shape[1] * len(seen)))
+    for start in range(0, shape[0], rows):
+        block = slice(start, start + rows)
+        seconds[block] = _block(have.starts[block], have.stops[block], need, seen, itemsize, cluster)
+    return seconds
+
+
+def _block(starts: Ints, stops: Ints, need: Boxes, seen: Ints, itemsize: int, cluster: Cluster) -> Floats:
+    """The same for some of the cuts."""
+    ranks = need.starts.shape[1]
+    own = _overlap(starts[:, seen], stops[:, seen], need.starts[:, seen], need.stops[:, seen])
+    received_within, sent_within = own, own
+    seconds = np.zeros((starts.shape[0], need.starts.shape[0], len(seen)))
+    inner: Level | None = None
+    for level in cluster.levels:
+        if level is cluster.levels[-1]:
+            received = np.broadcast_to(need.volumes[None, :, seen].astype(np.float64), seconds.shape)
+            sent = _sent_to_all(starts[:, seen], stops[:, seen], need)
+        else:
+            received, sent = received_within.copy(), sent_within.copy()
+            base = seen // level.size * level.size
+            first = 1 if inner is None else inner.size
+            for offset in range(first, level.size):  # ranks of the same group, not of the same inner group
+                other = base + ((seen - base) // first * first + offset) % level.size
+                there = other < ranks
+                other = np.minimum(other, ranks - 1)
+                received += there * _overlap(
+                    starts[:, other], stops[:, other], need.starts[:, seen], need.stops[:, seen]
+                )
+                sent += there * _overlap(
+                    starts[:, seen], stops[:, seen], need.starts[:, other], need.stops[:, other]
+                )
+        crossing = np.maximum(received - received_within, sent - sent_within) * itemsize
+        if level.shared and inner is not None:
+            crossing = crossing * inner.size  # its neighbours leave by the same link, and are about as busy
+        seconds += np.where(crossing > 0, level.latency + crossing / level.bandwidth, 0.0)
+        received_within, sent_within, inner = received, sent, level
+    slowest: Floats = seconds.max(axis=2)
+    return slowest
+
+
+def _overlap(starts: Ints, stops: Ints, need_starts: Ints, need_stops: Ints) -> Floats:
+    """(cuts of have, cuts of need, ranks): elements that both have, rank by rank."""
+    volume: Floats | None = None
+    for dim in range(starts.shape[2]):
+        last = np.minimum(stops[:, None, :, dim], need_stops[None, :, :, dim])
+        first = np.maximum(starts[:, None, :, dim], need_starts[None, :, :, dim])
+        rows = np.maximum(last - first, 0).astype(np.float64)
+        volume = rows if volume is None else volume * rows
+    assert volume is not None
+    return volume
+
+
+def _sent_to_all(starts: Ints, stops: Ints, need: Boxes) -> Floats:
+    """(cuts of have, cuts of need, ranks): elements that all ranks together read of each rank's box."""
+    if need.lists is None or need.kinds is None or need.copies is None:
+        total = np.zeros((starts.shape[0], need.starts.shape[0], starts.shape[1]))
+        for rank in range(need.starts.shape[1]):
+            one = np.broadcast_to(need.starts[:, rank : rank + 1], (*need.starts[:, : starts.shape[1]].shape,))
+            end = np.broadcast_to(need.stops[:, rank : rank + 1], one.shape)
+            total += _overlap(starts, stops, one, end)
+        return total
+    volume: Floats = np.broadcast_to(
+        need.copies[None, :, None].astype(np.float64), (starts.shape[0], len(need.copies), starts.shape[1])
+    )
+    for dim, lists in enumerate(need.lists):
+        rows = np.stack([_read(starts[:, :, dim], stops[:, :, dim], first, last) for first, last in lists])
+        volume = volume * rows[need.kinds[:, dim]].transpose(1, 0, 2)
+    return volume
+
+
+def _read(starts: Ints, stops: Ints, first: Ints, last: Ints) -> Floats:
+    """How many rows of each span a list of spans reads, those read twice counted twice."""
+    found = np.minimum(stops[..., None], last) - np.maximum(starts[..., None], first)
+    total: Floats = np.maximum(found, 0).sum(axis=-1).astype(np.float64)
+    return total
+
+
+def sum_seconds(size: float, group: Sequence[int], cluster: Cluster, *, groups_per_host: int = 1) -> float:
+    """Seconds that a ring takes to add up `size` bytes among the ranks `group`, which others do at the same time.
+
+    `groups_per_host`: how many such groups leave a host by its one link at once.
+    """
+    ranks = len(group)
+    if ranks < 2:
+        return 0.0
+    seconds = 0.0
+    for index, level in enumerate(cluster.levels):
+        inner = cluster.levels[index - 1].size if index else 1
+        crossed = len({rank // level.size for rank in group}) < len({rank // inner for rank in group})
+        if crossed:
+            sent = 2 * (ranks - 1) / ranks * size * (groups_per_host if level.shared and index else 1)
+            seconds = max(seconds, sent / level.sum_rate) + 2 * (ranks - 1) * level.latency
+    return seconds

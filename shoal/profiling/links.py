@@ -1,0 +1,170 @@
+"""Measure the links between the ranks at hand, by sending what training sends. A collective: all ranks call it."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.cluster import Level
+from shoal.transport import Transport
+
+SIZES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 8 << 20)
+_TAG = (1 << 30) + 1
+
+
+def host_of_this_process() -> str:
+    """What ranks with the same address of loopback share: a host, or a network namespace of it."""
+    try:
+        space = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux: namespaces are not known
+        space = ""
+    return f"{socket.gethostname()} {space}"
+
+
+def measure_levels(transport: Transport, device: torch.device) -> tuple[Level, ...]:
+    """The levels of links between the ranks: within a host and between hosts, as far as there are such.
+
+    Ranks must be numbered host by host with equally many on each, as launchers number them; else all links count as
+    the slowest kind.
+    """
+    if transport.world == 1:
+        return ()
+    hosts = transport.gather_objects(host_of_this_process())
+    names = list(dict.fromkeys(hosts))
+    per_host = len(hosts) // len(names)
+    regular = len(hosts) % len(names) == 0 and hosts == [name for name in names for _ in range(per_host)]
+    levels = []
+    if regular and per_host > 1:
+        levels.append(_level("host", per_host, 1, transport, device))
+    if len(names) > 1:
+        step = per_host if regular else 1
+        levels.append(_level("network", transport.world, step, transport, device))
+    return tuple(levels)
+
+
+def _level(name: str, size: int, step: int, transport: Transport, device: torch.device) -> Level:
+    latency, per_byte = _exchange(transport, device, step)
+    ranks = tuple(range(transport.world)) if name == "network" else _host_group(transport.rank, size)
+    sum_latency, sum_per_byte = _sum(transport, device, ranks)
+    return Level(
+        name=name,
+        size=size,
+        bandwidth=1 / per_byte,
+        latency=latency,
+        sum_bandwidth=1 / sum_per_byte,
+        sum_latency=sum_latency,
+        contention=_contention(transport, device, ranks),
+        shared=name == "network" and step > 1,
+        source="measured: messages and sums of 1 KiB to 8 MiB",
+    )
+
+
+def _host_group(rank: int, size: int) -> tuple[int, ...]:
+    first = rank // size * size
+    return tuple(range(first, first + size))
+
+
+def _exchange(transport: Transport, device: torch.device, step: int) -> tuple[float, float]:
+    """(latency, seconds per byte) of neighbours that send each other messages, all at the same time."""
+    index = transport.rank // step
+    partner = transport.rank + step if index % 2 == 0 else transport.rank - step
+    there = 0 <= partner < transport.world
+
+    def once(tensor: Tensor) -> None:
+        if there:
+            theirs = torch.empty_like(tensor)
+            for work in transport.begin_exchange([(partner, tensor)], [(partner, theirs)], _TAG):
+                work.wait()
+
+    return _fit(transport, device, once)
+
+
+def _sum(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> tuple[float, float]:
+    """(latency, seconds per byte sent) of a sum over ranks."""
+    groups = {_host_group(rank, len(ranks)) for rank in range(transport.world)}
+    transport.make_groups([("measure", group) for group in groups if max(group) < transport.world])
+
+    def once(tensor: Tensor) -> None:
+        work = transport.sum_later(tensor, ranks, "measure", label="measure")
+        if work is not None:
+            work.wait()
+
+    latency, per_byte = _fit(transport, device, once)
+    return latency, per_byte * len(ranks) / (2 * (len(ranks) - 1))
+
+
+def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], None]) -> tuple[float, float]:
+    """A line through the median seconds of every size, short messages counting as much as long ones."""
+    found: list[float] = []
+    for size in SIZES:
+        tensor = torch.zeros(size // 4, device=device)
+        times = []
+        for repeat in range(8 if size < 1 << 20 else 5):
+            transport.gather_numbers([0.0])
+            start = time.perf_counter()
+            once(tensor)
+            if repeat:
+                times.append(time.perf_counter() - start)
+        found.append(median(times))
+    seconds = [max(row) for row in zip(*transport.gather_numbers(found), strict=True)]
+    return fit_line(SIZES, seconds)
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency, seconds per byte), neither negative: least squares of relative errors.
+
+    >>> latency, per_byte = fit_line([1000, 1000000], [0.0011, 0.1010])
+    >>> round(latency, 6), round(per_byte, 9)
+    (0.001, 1e-07)
+    """
+    weights = 1 / np.array(seconds)
+    matrix = np.stack([np.ones(len(sizes)), np.array(sizes, dtype=np.float64)], axis=1) * weights[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)
+    return max(float(latency), 1e-7), max(float(per_byte), 1e-13)
+
+
+def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> float:
+    """How much longer computing takes per second of a sum in the background; 0 where the two do not meet."""
+    a = torch.rand(384, 384, device=device)
+    data = torch.zeros(8 << 18, device=device)
+
+    def compute() -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            a @ a
+        return time.perf_counter() - start
+
+    shares = []
+    for repeat in range(6):
+        transport.gather_numbers([0.0])
+        alone = compute()
+        transport.gather_numbers([0.0])
+        start = time.perf_counter()
+        works = [transport.sum_later(data, ranks, "measure", label="measure") for _ in range(4)]
+        busy = compute()
+        within = time.perf_counter() - start
+        for work in works:
+            if work is not None:
+                work.wait()
+        took = time.perf_counter() - start
+        if repeat:
+            shares.append((busy - alone) / max(min(took, within), 1e-9))
+    mine = median(shares)
+    everyone = [row[0] for row in transport.gather_numbers([mine])]
+    return float(min(max(np.mean(everyone), 0.0), 1.0))
+
+
+def here() -> str:
+    """The machine in words: what a reader of old numbers wants to know."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = "unknown processor"
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,102 @@
+"""Speeds from measurements, and from data sheets: the two answers to what the cost model asks."""
+
+from dataclasses import dataclass, field
+from math import prod
+
+from shoal.cluster import Cluster
+from shoal.operators.base import Op, Part, Rule
+from shoal.operators.registry import WHOLE
+from shoal.partition import Span
+from shoal.planning.speeds import KernelTime
+from shoal.profiling.kernels import kernel_key
+from shoal.profiling.roofline import flops, roofline
+from shoal.timings import Timings
+
+
+@dataclass
+class Measured:
+    """What was measured; a tile that was not is composed of those that were.
+
+    A part that is cut along several axes takes the whole's time, times what each of its cuts alone makes of it.
+    """
+
+    timings: Timings
+    dtype: str = "float32"
+    _asked: dict[str, KernelTime] = field(default_factory=dict)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The links as measured."""
+        return self.timings.cluster
+
+    @property
+    def layer_overhead(self) -> float:
+        """As measured."""
+        return self.timings.layer_overhead
+
+    @property
+    def step_overhead(self) -> float:
+        """As measured."""
+        return self.timings.step_overhead
+
+    @property
+    def update_per_byte(self) -> float:
+        """As measured."""
+        return self.timings.update_per_byte
+
+    @property
+    def copy_per_byte(self) -> float:
+        """As measured."""
+        return self.timings.copy_per_byte
+
+    def kernel(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime:
+        """One part of a layer."""
+        key = kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad)
+        if key in self.timings.kernels:
+            return KernelTime(*self.timings.kernels[key])
+        if key not in self._asked:
+            self._asked[key] = self._composed(op, rule, part, cut, input_grad=input_grad)
+        return self._asked[key]
+
+    def _composed(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime:
+        whole = {axis.letter: Span(0, axis.size) for axis in rule.axes(op)} if rule is not WHOLE else {}
+        base = self._known(op, rule, whole, frozenset(), input_grad=input_grad)
+        if base is None:
+            raise KeyError(f"no measurement of layer {op.layer.name!r}")
+        work = max(flops(op, whole, rule), 1.0)
+        forward, backward = [], []
+        for letter in sorted(cut):
+            one = {**whole, letter: part[letter]}
+            single = self._known(op, rule, one, frozenset(letter), input_grad=input_grad)
+            share = max(flops(op, one, rule), 1.0) / work
+            forward.append(single.forward / base.forward if single and base.forward else share)
+            backward.append(single.backward / base.backward if single and base.backward else share)
+        return KernelTime(base.forward * prod(forward), base.backward * prod(backward))
+
+    def _known(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime | None:
+        found = self.timings.kernels.get(kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad))
+        return None if found is None else KernelTime(*found)
+
+
+@dataclass(frozen=True)
+class Analytic:
+    """From a cluster's data sheet: no device is needed, and no more is known than a roofline shows."""
+
+    cluster: Cluster
+    itemsize: int = 4
+    layer_overhead: float = 0.0
+    step_overhead: float = 0.0
+
+    @property
+    def update_per_byte(self) -> float:
+        """A momentum step reads three tensors and writes two."""
+        return 5 / self.cluster.device.memory_bandwidth
+
+    @property
+    def copy_per_byte(self) -> float:
+        """A copy reads and writes."""
+        return 2 / self.cluster.device.memory_bandwidth
+
+    def kernel(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime:  # noqa: ARG002
+        """One part of a layer."""
+        return KernelTime(*roofline(op, part, rule, self.cluster.device, self.itemsize, input_grad=input_grad))
