@@ -1,0 +1,210 @@
+"""`plan="auto"`: profile what is not known yet, search, race the best few, remember the winner."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.cluster import Cluster
+from shoal.execution.laying import Captured, capture_modes
+from shoal.finding import cache
+from shoal.finding.race import Finish, race
+from shoal.lowering.boundary import IO, Boundary
+from shoal.partition import Cut
+from shoal.plan import Plan
+from shoal.planning.costs import CostModel
+from shoal.planning.find import Found, find, pinned_layers
+from shoal.planning.speeds import Speeds
+from shoal.planning.stages import stages_of
+from shoal.profiling.links import here, host_of_this_process
+from shoal.profiling.measured import Analytic, Measured
+from shoal.profiling.profile import Progress, profile
+from shoal.timings import Timings
+from shoal.transport import Transport
+
+log = logging.getLogger("shoal")
+AUTO = "auto"
+RACED = 3
+"""Optima of the search that are raced, at most."""
+HOPELESS = 1.6
+"""A fixed strategy that is predicted to take so many times the best is not raced."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan to train with, and how it came about."""
+
+    plan: Plan
+    found: Found | None
+    """The search; None where the winner was remembered."""
+    race: tuple[Finish, ...]
+    """Measured steps, fastest first; empty where there was no race."""
+    remembered: bool
+
+
+def cost_model(
+    captured: Captured,
+    speeds: Speeds,
+    ranks: int,
+    *,
+    io: IO = "tile",
+    batch_norm: Literal["exact", "local"] = "exact",
+    optimizer_slots: int = 1,
+    bucket_bytes: int | None = None,
+) -> CostModel:
+    """The cost model of a captured network's training step."""
+    parameters = [t for t in captured.states.values() if t.is_floating_point()]
+    return CostModel(
+        graph=captured.graphs[True],
+        ranks=ranks,
+        speeds=speeds,
+        boundary=Boundary(io, ranks),
+        itemsize=parameters[0].element_size() if parameters else 4,
+        optimizer_slots=optimizer_slots,
+        local_statistics=batch_norm == "local",
+        bucket_bytes=bucket_bytes or 1 << 20,
+    )
+
+
+def gives_losses(captured: Captured) -> bool:
+    """Whether a training step ends in one loss per sample, left where it is computed."""
+    return captured.tail is not None and captured.tail.mean
+
+
+def find_plan(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    *,
+    cluster: str | Cluster,
+    ranks: int | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    target: Tensor | None = None,
+    batch_norm: Literal["exact", "local"] = "exact",
+    memory: int | None = None,
+    pins: Mapping[str, str | Cut] | None = None,
+    io: IO = "tile",
+) -> Found:
+    """The best plan for `ranks` devices of a described cluster, from its data sheet: nothing is measured or started.
+
+    A memory that no plan keeps to, a pin that matches no layer and an unknown cluster are an `InputError`.
+    """
+    described = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+    described = described.first(ranks or described.ranks)
+    captured = capture_modes(model, example, loss, target)
+    priced = cost_model(captured, Analytic(described), described.ranks, io=io, batch_norm=batch_norm)
+    return find(priced, pins=parse_pins(pins), memory=memory, losses=gives_losses(captured))
+
+
+def parse_pins(pins: Mapping[str, str | Cut] | None) -> dict[str, Cut]:
+    """Cuts from their short form."""
+    return {pattern: Cut.parse(cut) if isinstance(cut, str) else cut for pattern, cut in (pins or {}).items()}
+
+
+def measured_speeds(
+    captured: Captured,
+    transport: Transport,
+    *,
+    pins: Mapping[str, Cut] | None = None,
+    progress: Progress = lambda *_: None,
+    fresh: bool = False,
+) -> Timings:
+    """Timings of everything that a search over this network asks for; from the cache as far as it has them."""
+    key = _machine_key(transport, captured.device)
+    known = cache.load_timings(key) if transport.rank == 0 and not fresh else None
+    known = transport.gather_objects(known)[0]
+    graph = captured.graphs[True]
+    placeholder = CostModel(graph, transport.world, _Unknown(), Boundary("tile", transport.world))
+    stages = stages_of(graph, transport.world, pinned_layers(graph, pins or {}))
+    dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
+    timings = profile(graph, stages, placeholder, transport, captured.device, dtype=dtype, known=known, progress=progress)
+    if transport.rank == 0:
+        cache.save_timings(key, timings)
+    return timings
+
+
+class _Unknown:
+    """Stands where speeds will be, while only the graph is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not known before the profile")
+
+
+def _machine_key(transport: Transport, device: torch.device) -> str:
+    hosts = transport.gather_objects(host_of_this_process())
+    shape = [hosts.index(host) for host in hosts]
+    return cache.fingerprint(here(), shape, torch.get_num_threads(), torch.__version__, device.type)
+
+
+def choose_plan(
+    captured: Captured,
+    transport: Transport,
+    *,
+    io: IO = "tile",
+    batch_norm: Literal["exact", "local"] = "exact",
+    bucket_bytes: int | None = None,
+    memory: int | None = None,
+    pins: Mapping[str, Cut] | None = None,
+    racing: bool = True,
+    fresh: bool = False,
+    optimizer_slots: int = 1,
+    progress: Progress = lambda *_: None,
+) -> Chosen:
+    """The plan to train this network with on these ranks. A collective; minutes the first time.
+
+    `racing`: run the best few and the fixed strategies for some real steps and keep the fastest; `fresh`: forget what
+    was measured and found before.
+    """
+    key = cache.fingerprint(
+        _machine_key(transport, captured.device), cache.graph_fingerprint(captured.graphs[True]), transport.world, io,
+        batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes,
+    )  # fmt: skip
+    before = cache.load_choice(key) if transport.rank == 0 and not fresh else None
+    before = transport.gather_objects(before)[0]
+    if before is not None:
+        plan, about = before
+        finishes = tuple(Finish(name, seconds) for name, seconds in about.get("race", {}).items())
+        return Chosen(plan, None, finishes, remembered=True)
+    timings = measured_speeds(captured, transport, pins=pins, progress=progress, fresh=fresh)
+    progress(0, 1, "searching")
+    model = cost_model(
+        captured, Measured(timings, _dtype(captured)), transport.world, io=io, batch_norm=batch_norm,
+        optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    searched = find(model, pins=pins, memory=memory, losses=gives_losses(captured)) if transport.rank == 0 else None
+    found: Found = transport.gather_objects(searched)[0]
+    finishes = ()
+    plan = found.plan
+    if racing and transport.world > 1:
+        entrants = racers(found, memory)
+        finishes = tuple(
+            race(entrants, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes, progress=progress)
+        )
+        plan = entrants[finishes[0].name]
+    if transport.rank == 0:
+        cache.save_choice(key, plan, {"race": {one.name: one.seconds for one in finishes}})
+    return Chosen(plan, found, finishes, remembered=False)
+
+
+def _dtype(captured: Captured) -> str:
+    found = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
+    return str(found).removeprefix("torch.")
+
+
+def racers(found: Found, memory: int | None) -> dict[str, Plan]:
+    """Who runs: the best optima of the search, and the fixed strategies that are not hopeless, by name."""
+    limit = HOPELESS * found.price.seconds
+    chosen: dict[str, Plan] = {}
+    seen: list[Mapping[str, Cut]] = []
+    for number, one in enumerate(found.candidates[:RACED]):
+        if memory is None or one.peak <= memory:
+            name = AUTO if not number else f"{AUTO}-{number + 1}"
+            chosen[name] = Plan(name=name, ranks=one.ranks, layers=tuple(one.cuts.items()))
+            seen.append(one.cuts)
+    for one in found.fixed:
+        if one.seconds <= limit and (memory is None or one.peak <= memory) and one.cuts not in seen:
+            chosen[one.name] = Plan(name=one.name, ranks=one.ranks, layers=tuple(one.cuts.items()))
+            seen.append(one.cuts)
+    return chosen

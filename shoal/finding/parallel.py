@@ -1,0 +1,70 @@
+"""`shoal.parallelize`: from an nn.Module to one that stands where DistributedDataParallel(model) stood."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.execution.laying import capture_modes, lay
+from shoal.execution.module import ParallelModule
+from shoal.finding.auto import AUTO, choose_plan
+from shoal.lowering.boundary import IO
+from shoal.plan import Plan
+from shoal.transport import Transport
+
+
+def parallelize(
+    model: nn.Module,
+    example: Tensor | tuple[int, ...],
+    plan: str | Path | Plan = "data",
+    *,
+    io: IO = "share",
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    target: Tensor | None = None,
+    batch_norm: Literal["exact", "local"] = "exact",
+    seed: int | None = None,
+    bucket_bytes: int | None = None,
+    recompute: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> ParallelModule:
+    """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says.
+
+    example       a tensor, or the shape, of the GLOBAL batch
+    plan          "data", "model", "owt", "spatial", "RxG" such as "2x2", a `Plan`, or the path of a plan file; "auto":
+                  searched and raced here, minutes the first time, remembered then
+    io            "share": each rank passes its own samples and gets their results, as with DDP; "whole": every rank
+                  passes and gets the whole batch; "tile": each rank passes its `input_box` and gets its `output_box`
+    loss          optional: in training `model(x, y)` returns the loss of this rank's share, and the scores may stay
+                  cut by channel; `target` is an example of the global y where it is not class numbers
+    batch_norm    "exact": one device's statistics; "local": each sample share its own, as DDP does
+    seed          of dropout; rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the plan
+    bucket_bytes  of gradient sums; measured on the link unless given
+
+    Promise: outputs, gradients and buffers are one device's, up to the order of float additions. As with DDP, all
+    ranks must pass the same weights: each keeps its own shard of them, and `model` is not needed afterwards.
+    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. A plan that does not fit the model, the ranks
+    or the sizes is a `PlanError` with the layer's name; a network that cannot be captured is a `CaptureError`.
+    A collective: all ranks call it.
+    """
+    if io not in ("share", "whole", "tile") or batch_norm not in ("exact", "local"):
+        raise ConfigError(
+            f"io={io!r}, batch_norm={batch_norm!r} is not a choice.",
+            "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
+        )
+    captured = capture_modes(model, example, loss, target)
+    transport = Transport(group)
+    if plan == AUTO:
+        plan = choose_plan(captured, transport, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes).plan
+    return lay(
+        captured,
+        plan,
+        transport,
+        io=io,
+        batch_norm=batch_norm,
+        seed=seed,
+        bucket_bytes=bucket_bytes,
+        recompute=recompute,
+    )
