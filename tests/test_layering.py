@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
-    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict"),
+    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "machine"},
     "result": {"_version"},
     "verdict": set(),
+    "cluster": {"errors", "files", "units"},
     "traffic": set(),
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
