@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
+    "profiling": {"errors", "graph", "partition", "operators", "lowering", "cluster", "units"},
     "planning": {"errors", "graph", "partition", "plan", "operators", "lowering"},
     "transport": {"traffic"},
     "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
