@@ -1,5 +1,7 @@
 """Quantities with a unit, and how people read them."""
 
+import re
+from decimal import Decimal
 from typing import NewType
 
 Seconds = NewType("Seconds", float)
@@ -35,3 +37,60 @@ def show_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_SIZES = {f"{prefix}B": Decimal(size) for prefix, size in {**_DECIMAL, **_BINARY}.items()}
+_UNITS: dict[str, dict[str, Decimal]] = {
+    "bytes": _SIZES,
+    "bytes/s": {
+        **{f"{unit}/s": size for unit, size in _SIZES.items()},
+        **{f"{prefix}bit/s": Decimal(size) / 8 for prefix, size in _DECIMAL.items()},
+    },
+    "seconds": {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")},
+    "FLOP": {f"{prefix}FLOP": Decimal(size) for prefix, size in _DECIMAL.items()},
+    "FLOP/s": {f"{prefix}FLOP/s": Decimal(size) for prefix, size in _DECIMAL.items()},
+}
+_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?) *([A-Za-z/]*)")
+
+
+def parse_quantity(value: object, kind: str) -> float:
+    """A number, alone or with a unit, in bytes, bytes/s, seconds, FLOP or FLOP/s, whichever `kind` says.
+
+    Capitals matter: GB is a thousand million bytes, GiB 2**30, Gbit an eighth of a GB; Gb is refused, being read
+    as either. Anything else is a `ValueError` that names the value and the units there are.
+
+    >>> parse_quantity("16GiB", "bytes"), parse_quantity("100 Gbit/s", "bytes/s"), parse_quantity("5us", "seconds")
+    (17179869184.0, 12500000000.0, 5e-06)
+    >>> parse_quantity(9.3e12, "FLOP/s") == parse_quantity("9.3TFLOP/s", "FLOP/s")
+    True
+    >>> parse_quantity("56Gb/s", "bytes/s")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: '56Gb/s' is not a number of bytes/s; with a unit it ends in B/s, KB/s, MB/s, GB/s, ...
+    """
+    units = _UNITS[kind]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None or found[2] not in {"", *units}:
+        raise ValueError(f"{value!r} is not a number of {kind}; with a unit it ends in {', '.join(units)}")
+    return float(Decimal(found[1]) * units.get(found[2], Decimal(1)))
+
+
+def show_quantity(value: float, kind: str) -> str:
+    """The same number for people and for files, in the unit that leaves the fewest digits; reads back exactly.
+
+    >>> show_quantity(12.5e9, "bytes/s"), show_quantity(2**34, "bytes"), show_quantity(5e-7, "seconds")
+    ('100Gbit/s', '16GiB', '500ns')
+    >>> show_quantity(1 / 3, "seconds")
+    '0.3333333333333333'
+    """
+    found = []
+    for unit, size in _UNITS[kind].items():
+        number = f"{Decimal(repr(value)) / size:f}"
+        number = number.rstrip("0").rstrip(".") if "." in number else number
+        if len(number) < 12 and parse_quantity(number + unit, kind) == value:
+            digits = len(number.replace(".", "").strip("0"))
+            found.append((number.startswith("0"), digits, "bit" in unit, -size, number + unit))
+    return min(found)[-1] if found else repr(value)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
-    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict"),
+    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -25,10 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "machine"},
     "result": {"_version"},
     "verdict": set(),
+    "cluster": {"errors", "files", "units"},
     "traffic": set(),
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
+    "profiling": {"errors", "graph", "partition", "operators", "lowering", "cluster", "units"},
     "planning": {"errors", "graph", "partition", "plan", "operators", "lowering"},
     "transport": {"traffic"},
     "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
