@@ -91,8 +91,19 @@ class Level(_Frozen):
     """Seconds from sending an empty message to having it."""
     shared: bool = Field(default=False, strict=True)
     """Whether the ranks of one inner group leave it by one link, as by a host's network card; else each has its own."""
+    sum_bandwidth: Rate | None = None
+    """Bytes/s that each rank sends while ranks add something up, where that differs from `bandwidth`."""
+    sum_latency: Duration | None = None
+    """Seconds of a sum of nothing over the ranks of one group, where that is not one latency per message of a ring."""
+    contention: float = Field(default=0.0, ge=0, le=1)
+    """Seconds that computing loses per second of a sum in the background; above 0 where processors carry messages."""
     source: Words
     """Where these numbers are from, in words."""
+
+    def sum_seconds(self, size: float, ranks: int) -> float:
+        """Seconds in which a ring of `ranks` adds up `size` bytes over this level's links."""
+        start = 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
+        return start + 2 * (ranks - 1) / ranks * size / (self.sum_bandwidth or self.bandwidth)
 
 
 class Cluster(_Frozen):

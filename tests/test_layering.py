@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
-    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster"),
+    *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -26,18 +26,20 @@ ALLOWED: dict[str, set[str]] = {
     "result": {"_version"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
+    "timings": {"errors", "files", "cluster"},
     "traffic": set(),
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
-    "profiling": {"errors", "graph", "partition", "operators", "lowering", "cluster", "units"},
-    "planning": {"errors", "graph", "partition", "plan", "operators", "lowering"},
+    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
     "transport": {"traffic"},
     "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
+    "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
+    "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
     "launching": {"errors", "machine"},
-    "training": NOUNS | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution"},
+    "training": NOUNS | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS | {"zoo", "data", "launching", "training", "verifying"},
     "__main__": {"cli"},

@@ -1,7 +1,7 @@
 """Finding: from a network to the plan that is fastest on the devices at hand, and the network laid so.
 
-`auto.py` profiles what is not yet known (`shoal.profiling`), searches (`shoal.planning`), races the best few on the real
-devices (`race.py`) and remembers the winner (`cache.py`). `parallel.py` is `shoal.parallelize`.
+`auto.py` profiles what is not yet known (`shoal.profiling`), searches (`shoal.planning`), races the best few on the
+real devices (`race.py`) and remembers the winner (`cache.py`). `parallel.py` is `shoal.parallelize`.
 """
 
 from shoal.finding.auto import Chosen, choose_plan, find_plan

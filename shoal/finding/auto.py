@@ -119,7 +119,7 @@ def measured_speeds(
     placeholder = CostModel(graph, transport.world, _Unknown(), Boundary("tile", transport.world))
     stages = stages_of(graph, transport.world, pinned_layers(graph, pins or {}))
     dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
-    timings = profile(graph, stages, placeholder, transport, captured.device, dtype=dtype, known=known, progress=progress)
+    timings = profile(stages, placeholder, transport, captured.device, dtype=dtype, known=known, progress=progress)
     if transport.rank == 0:
         cache.save_timings(key, timings)
     return timings

@@ -16,7 +16,7 @@ from shoal.lowering.placement import place
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Op, Part
 from shoal.operators.registry import WHOLE, rule_for
-from shoal.partition import Box, Cut, Span, cut
+from shoal.partition import Box, Cut, Span, cut, volume
 
 Ints = NDArray[np.int64]
 
@@ -90,7 +90,7 @@ def _boxes(op: Op, cuts: Sequence[Cut], ranks: int, ask: Callable[[Part], Box | 
     if base is None or governs is None or not _agrees(ask, axes, cuts, single, base, governs):
         layouts = []
         for one in cuts:
-            parts = [place_part for place_part in place(op, one, ranks, everywhere=False).parts]
+            parts = place(op, one, ranks, everywhere=False).parts
             layouts.append(tuple(None if part is None else ask(part) for part in parts))
         return _from_layouts(layouts, len(base or ()) or 1)
     return _composed(cuts, ranks, single, base, governs)
@@ -102,7 +102,8 @@ def _spans(axis: Axis, degree: int) -> tuple[Span, ...]:
 
 def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box | None]]) -> dict[int, str] | None:
     """For every dim of the box the letter that changes it; None where two letters would, or where a part reads nothing
-    and no dim tells that."""
+    and no dim tells that.
+    """
     if base is None:
         return None
     found: dict[int, str] = {}
@@ -184,7 +185,7 @@ def _agrees(
             pieces = {letter: single[letter, one.degree(letter)][i] for letter, i in indices.items()}
             box = ask(part)
             if any(piece is None for piece in pieces.values()):
-                if box is not None and prod(map(len, box)):
+                if box is not None and volume(box):
                     return False
                 continue
             expected = []

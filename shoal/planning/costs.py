@@ -7,21 +7,22 @@ A step costs the sum over stages of
     gradients  the sum of its parameters' gradients, of which a part hides behind backward (`exposed`)
     update     the optimizer on this rank's parameters
 
-and over values of the time to bring each to its readers and the gradients back. A transfer that several readers share is
-counted once. Where that would make a table too large, readers are priced apart, which bounds the cost from above.
-This is what the search minimises, exactly; `shoal.planning.price` then plays the found plan through in time, with overlap.
+and over values of the time to bring each to its readers and the gradients back. A transfer that several readers share
+is counted once. Where that would make a table too large, readers are priced apart, which bounds the cost from above.
+This is what the search minimises, exactly; `shoal.planning.price` then plays the found plan through in time, with
+overlap.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 import numpy as np
 
+from shoal.cluster import Level
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples
-from shoal.lowering.placement import place
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut, Span, cut, volume
@@ -114,7 +115,7 @@ class CostModel:
     local_statistics: bool = False
     bucket_bytes: int = 1 << 20
     _kernels: dict[object, KernelTime] = field(default_factory=dict)
-    _transfers: dict[object, Floats] = field(default_factory=dict)
+    _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
         """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
@@ -195,7 +196,7 @@ class CostModel:
         per_host = max(1, chosen.parts // len(group))
         return sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
 
-    def _crossed(self, group: Sequence[int]) -> list:  # type: ignore[type-arg]
+    def _crossed(self, group: Sequence[int]) -> list[Level]:
         cluster = self.speeds.cluster
         if len(group) < 2 or not cluster.levels:
             return []
@@ -261,7 +262,12 @@ class CostModel:
         return found
 
     def _edges_of(
-        self, value: str, source: int, places: Sequence[tuple[int, str]], stages: Sequence[Stage], flowing: frozenset[str]
+        self,
+        value: str,
+        source: int,
+        places: Sequence[tuple[int, str]],
+        stages: Sequence[Stage],
+        flowing: frozenset[str],
     ) -> list[Edge]:
         maker = stages[source]
         position = next(i for i, op in enumerate(maker.ops) if op.layer.name == value)
@@ -285,16 +291,17 @@ class CostModel:
         """(seconds of all passes, bytes of tiles on the first rank that are not what it owns), by both choices."""
         key = None
         if made is not None:
-            key = (_signature(made[0].ops[made[1]], made[0], made[1]), _signature(reader.ops[0], reader, 0), argument, passes)
+            key = (_signature(*made), _signature(reader, 0), argument, passes)
             if key in self._transfers:
-                return self._transfers[key], self._transfers[key, "memory"]
+                return self._transfers[key]
         need = self._needs(reader, argument)
         seconds = passes * transfer_seconds(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
         same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
         memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])
+        seconds = seconds + passes * memory * self.speeds.copy_per_byte
         if key is not None:
-            self._transfers[key], self._transfers[key, "memory"] = seconds, memory
+            self._transfers[key] = (seconds, memory)
         return seconds, memory
 
     def _forbidden(self, stages: Sequence[Stage]) -> list[Factor]:
@@ -316,8 +323,9 @@ class CostModel:
         return found
 
 
-def _signature(op: Op, stage: Stage, position: int) -> object:
+def _signature(stage: Stage, position: int) -> object:
     """Equal for layers whose boxes are equal under equal cuts."""
+    op = stage.ops[position]
     plain = tuple((name, str(value)) for name, value in op.layer.arguments.items() if name not in op.shapes)
     return (
         op.layer.op,
@@ -354,9 +362,7 @@ def first_part(op: Op, chosen: Cut) -> Part:
     rule = rule_for(op)
     if rule is WHOLE:
         return {}
-    return {
-        axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in rule.axes(op)
-    }
+    return {axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in rule.axes(op)}
 
 
 def last_span(op: Op, letter: str, chosen: Cut) -> Span:
@@ -385,6 +391,3 @@ _IN_PLACE = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "detach", "al
 def makes_memory(op: Op) -> bool:
     """Whether a layer's output is memory of its own that backward needs: views are not, nor sums of two tensors."""
     return op.layer.op.split(".")[1] not in _IN_PLACE
-
-
-__all__ = ["CostModel", "CostTables", "Edge", "StageCost", "first_part", "place", "ranks_over"]

@@ -1,8 +1,8 @@
 """Find the plan with the shortest step: exact search over the tables, then every candidate played through in time.
 
-The tables are a sum, which elimination minimises exactly. What a sum cannot say is how much of the gradients' sums hides
-behind backward, so the search is run for several shares of it; each optimum, and every fixed strategy, is then played
-through with overlap, and the shortest wins. With no share exposed the optimum bounds every plan's step from below.
+The tables are a sum, which elimination minimises exactly. What a sum cannot say is how much of the gradients' sums
+hides behind backward, so the search is run for several shares of it; each optimum, and every fixed strategy, is then
+played through with overlap, and the shortest wins. With no share exposed the optimum bounds every step from below.
 """
 
 import time
@@ -130,10 +130,8 @@ def _within(
 def fixed_prices(model: CostModel, *, losses: bool = False) -> tuple[Price, ...]:
     """The fixed strategies under the same cost model."""
     found = []
-    names = [*NAMES]
-    for groups in range(2, model.ranks):
-        if model.ranks % groups == 0:
-            names.append(f"{model.ranks // groups}x{groups}")
+    hybrids = [f"{model.ranks // groups}x{groups}" for groups in range(2, model.ranks) if model.ranks % groups == 0]
+    names = [*NAMES, *hybrids]
     for name in names if model.ranks > 1 else ["data"]:
         cuts = resolve(name, model.graph, model.ranks).cuts
         found.append(price(model, cuts, name, losses=losses))

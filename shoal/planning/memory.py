@@ -82,7 +82,12 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
     wanted = kept_values(graph)
     kept = 0
     working = 0
-    readers = {key: one.placed.layer for one in program.instructions if isinstance(one, Compute) for key in one.sources.values()}
+    readers = {
+        key: one.placed.layer
+        for one in program.instructions
+        if isinstance(one, Compute)
+        for key in one.sources.values()
+    }
     for one in program.instructions:
         if isinstance(one, Compute):
             name, box = one.placed.layer.name, one.placed.writes[rank]

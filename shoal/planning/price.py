@@ -1,8 +1,8 @@
 """What a plan costs, played through in time: each rank's clock, with gradients summed behind backward.
 
 The list of instructions is walked once forward and once back, as the engine walks it. Every rank has a clock; a layer
-waits for its tiles, a sum for its ranks. Sums of gradients run in the background, one after the other, and slow down what
-computes meanwhile by the link's `contention`. The result is the step that the slowest rank takes.
+waits for its tiles, a sum for its ranks. Sums of gradients run in the background, one after the other, and slow down
+what computes meanwhile by the link's `contention`. The result is the step that the slowest rank takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,9 @@ from shoal.lowering.placement import Placed, sharers
 from shoal.lowering.program import Compute, Fetch, Program, Settle, first_uses
 from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets, step_traffic
 from shoal.moves import Move
+from shoal.operators.base import Part
 from shoal.partition import Cut, volume
-from shoal.planning.costs import PAIR_BYTES, CostModel
+from shoal.planning.costs import CostModel
 from shoal.planning.memory import Memory, step_memory
 from shoal.planning.transfers import Floats, sum_seconds
 
@@ -111,7 +112,9 @@ class _Player:
                         self.clock = np.maximum(self.clock, arrivals[key])
                     self._layer(one.placed, backward=False)
                 case Settle():
-                    self.clock = np.maximum(self.clock, self._move(one.moves, one.value, one.label, False, backward=False))
+                    self.clock = np.maximum(
+                        self.clock, self._move(one.moves, one.value, one.label, False, backward=False)
+                    )
         buckets = self._buckets()
         waiting = [set(bucket.names) for bucket in buckets]
         owner = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
@@ -125,7 +128,9 @@ class _Player:
                         self.clock, self._move(one.moves, one.value, one.label, one.identity, backward=True)
                     )
                 case Settle() if one.value in self.flowing:
-                    self.clock = np.maximum(self.clock, self._move(one.moves, one.value, one.label, False, backward=True))
+                    self.clock = np.maximum(
+                        self.clock, self._move(one.moves, one.value, one.label, False, backward=True)
+                    )
                 case Compute():
                     name = one.placed.layer.name
                     if name in self.flowing:
@@ -165,9 +170,7 @@ class _Player:
 
     # Single instructions
 
-    def _move(
-        self, moves: Sequence[Move], value: str, label: str, identity: bool, *, backward: bool
-    ) -> Floats:
+    def _move(self, moves: Sequence[Move], value: str, label: str, identity: bool, *, backward: bool) -> Floats:
         """When each rank has what it wants; the copies that moving means are paid at once."""
         if identity or not moves:
             return self.clock
@@ -183,10 +186,9 @@ class _Player:
             copied[dst] += amount
             if src == dst:
                 continue
-            level = self.cluster.level_of(src, dst)
-            assert level is not None
-            received[level, dst] += amount
-            sent[level, src] += amount
+            over = self.cluster.level_of(src, dst)
+            received[over, dst] += amount
+            sent[over, src] += amount
             starts[dst] = max(starts[dst], self.clock[src])
         duration = np.zeros(ranks)
         for index, level in enumerate(self.cluster.levels):
@@ -226,19 +228,25 @@ class _Player:
             self.clock[rank] = start + mine + slowed
             self.compute[rank] += mine
             longest = max(longest, mine)
-            self.events.append(("backward" if backward else "forward", rank, name, float(start), float(self.clock[rank])))
+            self.events.append(
+                ("backward" if backward else "forward", rank, name, float(start), float(self.clock[rank]))
+            )
         row.compute += longest
         self._sums(placed, first, row, backward=backward)
 
     def _contention(self) -> float:
         return max((level.contention for level in self.cluster.levels), default=0.0)
 
-    def _sums(self, placed: Placed, part: Mapping[str, object], row: LayerPrice, *, backward: bool) -> None:
+    def _sums(self, placed: Placed, part: Part, row: LayerPrice, *, backward: bool) -> None:
         if placed.copies or not placed.cut.degrees:
             return
         parts = dict(placed.cut.degrees)
         for one in placed.rule.sums(
-            placed.op, part, placed.cut_letters, parts, local=self.model.local_statistics  # type: ignore[arg-type]
+            placed.op,
+            part,
+            placed.cut_letters,
+            parts,
+            local=self.model.local_statistics,
         ):
             if not (one.backward if backward else one.forward):
                 continue
@@ -322,7 +330,10 @@ class _Player:
                 elif label in self.rows:
                     self.rows[label].bytes += one.bytes
         shared = {
-            name: sum(volume(box) * self.itemsize[name] * (len(ranks) - 1) for box, ranks in sharers(self.program.states[name]).items())
+            name: sum(
+                volume(box) * self.itemsize[name] * (len(ranks) - 1)
+                for box, ranks in sharers(self.program.states[name]).items()
+            )
             for name in trainable
         }
         everything = sum(shared.values())
@@ -347,6 +358,3 @@ def _item_sizes(graph: LayerGraph, itemsize: int) -> dict[str, int]:
     """Bytes of one element of every value and state; floats have the type that the network trains in."""
     specs = {**graph.specs, **graph.states}
     return {name: itemsize if spec.differentiable else 8 for name, spec in specs.items()}
-
-
-__all__ = ["LayerPrice", "PAIR_BYTES", "Price", "price"]

@@ -114,4 +114,3 @@ def _from_lines(
             before = next((cuts[read] for read in layer.reads if read in cuts and read in sees_batch), Cut.of(n=ranks))
             cuts[layer.name] = fit(followed(before), rule_for(op).axes(op))
     return cuts
-

@@ -95,10 +95,8 @@ def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut]) -> S
     found = []
     for cut in cuts:
         after = followed(cut)
-        chosen = [cut]
-        for op in ops[1:]:
-            chosen.append(pinned.get(op.layer.name) or fit(after, rule_for(op).axes(op)))
-        found.append(tuple(chosen))
+        others = [pinned.get(op.layer.name) or fit(after, rule_for(op).axes(op)) for op in ops[1:]]
+        found.append((cut, *others))
     return Stage(ops, tuple(found))
 
 

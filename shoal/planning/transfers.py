@@ -57,9 +57,7 @@ def _block(starts: Ints, stops: Ints, need: Boxes, seen: Ints, itemsize: int, cl
                 received += there * _overlap(
                     starts[:, other], stops[:, other], need.starts[:, seen], need.stops[:, seen]
                 )
-                sent += there * _overlap(
-                    starts[:, seen], stops[:, seen], need.starts[:, other], need.stops[:, other]
-                )
+                sent += there * _overlap(starts[:, seen], stops[:, seen], need.starts[:, other], need.stops[:, other])
         crossing = np.maximum(received - received_within, sent - sent_within) * itemsize
         if level.shared and inner is not None:
             crossing = crossing * inner.size  # its neighbours leave by the same link, and are about as busy
@@ -114,11 +112,9 @@ def sum_seconds(size: float, group: Sequence[int], cluster: Cluster, *, groups_p
     ranks = len(group)
     if ranks < 2:
         return 0.0
-    seconds = 0.0
+    slowest = 0.0
     for index, level in enumerate(cluster.levels):
         inner = cluster.levels[index - 1].size if index else 1
-        crossed = len({rank // level.size for rank in group}) < len({rank // inner for rank in group})
-        if crossed:
-            sent = 2 * (ranks - 1) / ranks * size * (groups_per_host if level.shared and index else 1)
-            seconds = max(seconds, sent / level.sum_rate) + 2 * (ranks - 1) * level.latency
-    return seconds
+        if len({rank // level.size for rank in group}) < len({rank // inner for rank in group}):
+            slowest = max(slowest, level.sum_seconds(size * (groups_per_host if level.shared and index else 1), ranks))
+    return slowest

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from math import prod
 from statistics import median
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.graph import State, Value
-from shoal.operators.base import Call, Need, Op, Part, Rule
-from shoal.partition import Box, Span, volume
+from shoal.operators.base import Call, Op, Part, Rule
+from shoal.partition import Span
 from shoal.profiling.roofline import flops
 
 MOST_FLOPS = 6e9
@@ -137,5 +135,3 @@ def _tensors(
         updated = argument in rule.updates(op)
         found[argument] = tensor.requires_grad_((is_state and not updated) or (not is_state and input_grad))
     return found
-
-

@@ -21,7 +21,7 @@ _TAG = (1 << 30) + 1
 def host_of_this_process() -> str:
     """What ranks with the same address of loopback share: a host, or a network namespace of it."""
     try:
-        space = os.readlink("/proc/self/ns/net")
+        space = str(Path("/proc/self/ns/net").readlink())
     except OSError:  # not Linux: namespaces are not known
         space = ""
     return f"{socket.gethostname()} {space}"
@@ -157,7 +157,7 @@ def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ..
             shares.append((busy - alone) / max(min(took, within), 1e-9))
     mine = median(shares)
     everyone = [row[0] for row in transport.gather_numbers([mine])]
-    return float(min(max(np.mean(everyone), 0.0), 1.0))
+    return min(max(sum(everyone) / len(everyone), 0.0), 1.0)
 
 
 def here() -> str:

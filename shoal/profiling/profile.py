@@ -12,10 +12,8 @@ from torch import nn
 from shoal.cluster import Cluster, Device, Efficiency
 from shoal.execution.laying import capture_modes, lay
 from shoal.execution.randomness import LayerRandom
-from shoal.graph import LayerGraph
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import rule_for
-from shoal.partition import Cut
 from shoal.planning.costs import CostModel, first_part
 from shoal.planning.stages import Stage
 from shoal.profiling.kernels import kernel_key, time_kernel
@@ -28,7 +26,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def tiles_to_time(
-    graph: LayerGraph, stages: Sequence[Stage], flowing: frozenset[str], dtype: str
+    stages: Sequence[Stage], flowing: frozenset[str], dtype: str
 ) -> Iterator[tuple[str, Op, Rule, Part, frozenset[str], bool]]:
     """Every distinct kernel of cuts along one axis, and of whole layers; cuts along several are composed of these."""
     seen: set[str] = set()
@@ -47,7 +45,6 @@ def tiles_to_time(
 
 
 def profile(
-    graph: LayerGraph,
     stages: Sequence[Stage],
     model: CostModel,
     transport: Transport,
@@ -63,7 +60,7 @@ def profile(
     """
     timings = known if known is not None else measure_machine(transport, device, progress)
     name = str(dtype).removeprefix("torch.")
-    wanted = [tile for tile in tiles_to_time(graph, stages, model.flowing(), name) if tile[0] not in timings.kernels]
+    wanted = [tile for tile in tiles_to_time(stages, model.flowing(), name) if tile[0] not in timings.kernels]
     found: dict[str, tuple[float, float]] = {}
     for number, (key, op, rule, part, letters, input_grad) in enumerate(wanted):
         progress(number, len(wanted), op.layer.name)
@@ -179,6 +176,3 @@ def _per_byte(transport: Transport, device: torch.device) -> tuple[float, float]
     copy = _time(lambda: target.copy_(source), 5) / source.nbytes
     rows = transport.gather_numbers([update, copy])
     return max(row[0] for row in rows), max(row[1] for row in rows)
-
-
-__all__ = ["Cut", "Progress", "measure_machine", "profile", "tiles_to_time"]

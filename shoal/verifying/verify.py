@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import ConfigError, ModelError
-from shoal.execution.module import ParallelModule
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.module import ParallelModule
 from shoal.graph import LayerGraph
 from shoal.launching import run
 from shoal.partition import Cut

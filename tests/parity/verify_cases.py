@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.config import VerifyConfig
-from shoal.execution.module import ParallelModule
 from shoal.execution.laying import Captured, capture_modes
+from shoal.execution.module import ParallelModule
 from shoal.graph import Layer
 from shoal.operators.base import Call, Op, Rule
 from shoal.operators.norms import BatchNorm

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.capturing import capture_with_states
-from shoal.execution.module import ParallelModule
 from shoal.execution.laying import Captured, lay
+from shoal.execution.module import ParallelModule
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.lowering.placement import depends_on_input, most_parts, op_of
 from shoal.operators.base import Axis, Op, Rule

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.errors import PlanError
-from shoal.execution.module import ParallelModule
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.module import ParallelModule
 from shoal.operators.registry import WHOLE
 from shoal.partition import Cut, slices, whole
 from shoal.plan import Plan
