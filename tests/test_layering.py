@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
     "launching": {"errors", "machine"},
-    "training": NOUNS | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "finding"},
+    "training": NOUNS
+    | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS | {"zoo", "data", "launching", "training", "verifying"},
     "__main__": {"cli"},

@@ -43,6 +43,10 @@ class _Lines(Listener):
         """On its way to rank 0, which shows the run: whatever suits the output there."""
         return progress_for_people, ()
 
+    def planning(self, done: int, of: int, what: str) -> None:
+        if done == 0 or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:
+            self._print(f"finding a plan: {what} ({done} of {of})")
+
     def started(self, job: Job, progress: RunProgress, folder: RunFolder) -> None:
         config = job.config
         self._epochs = config.epochs
@@ -111,8 +115,17 @@ class _Bar(_Lines):
             transient=True,
         )
         self._task = TaskID(0)
+        self._finding: TaskID | None = None
+
+    def planning(self, done: int, of: int, what: str) -> None:
+        if self._finding is None:
+            self._finding = self._bar.add_task("finding a plan", total=of, facts="")
+            self._bar.start()
+        self._bar.update(self._finding, completed=done, total=of, facts=what[:40])
 
     def started(self, job: Job, progress: RunProgress, folder: RunFolder) -> None:
+        if self._finding is not None:
+            self._bar.remove_task(self._finding)
         super().started(job, progress, folder)
         self._task = self._bar.add_task("", total=job.total_steps, facts="")
         self._bar.start()

@@ -19,6 +19,7 @@ from shoal.planning.costs import CostModel
 from shoal.planning.find import Found, find, pinned_layers
 from shoal.planning.speeds import Speeds
 from shoal.planning.stages import stages_of
+from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import Progress, profile
@@ -26,7 +27,6 @@ from shoal.timings import Timings
 from shoal.transport import Transport
 
 log = logging.getLogger("shoal")
-AUTO = "auto"
 RACED = 3
 """Optima of the search that are raced, at most."""
 HOPELESS = 1.6

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError
 from shoal.execution.laying import capture_modes, lay
 from shoal.execution.module import ParallelModule
-from shoal.finding.auto import AUTO, choose_plan
+from shoal.finding.auto import choose_plan
 from shoal.lowering.boundary import IO
 from shoal.plan import Plan
+from shoal.planning.strategies import AUTO
 from shoal.transport import Transport
 
 

@@ -20,16 +20,18 @@ from shoal.operators.base import Axis
 from shoal.partition import Cut
 
 NAMES = ("data", "model", "owt", "spatial")
+AUTO = "auto"
+"""No strategy but a wish: the plan that a search finds and a race confirms."""
 _HYBRID = re.compile(r"(\d+)x(\d+)")
 
 
 def check_name(name: str, ranks: int) -> None:
     """Refuse what is no strategy's name, and a hybrid for another number of ranks, with a `PlanError`."""
     hybrid = _HYBRID.fullmatch(name)
-    if name not in NAMES and hybrid is None:
+    if name not in (*NAMES, AUTO) and hybrid is None:
         raise PlanError(
             f"there is no plan {name!r}.",
-            f"{suggestion(name, NAMES)} RxG is a hybrid, such as 2x2; a path names a plan file.",
+            f"{suggestion(name, (*NAMES, AUTO))} RxG is a hybrid, such as 2x2; a path names a plan file.",
         )
     if hybrid is not None and int(hybrid[1]) * int(hybrid[2]) != ranks:
         raise PlanError(
@@ -41,8 +43,10 @@ def check_name(name: str, ranks: int) -> None:
 def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
     """What the strategy asks of every layer, before looking at sizes. Unknown names are a `PlanError`."""
     check_name(name, ranks)
+    if name == AUTO and ranks > 1:
+        raise PlanError("the plan 'auto' has to be found first.", "Use shoal.parallelize, or a plan of `shoal plan`.")
     names = [layer.name for layer in graph.layers]
-    if name == "data":
+    if name in ("data", AUTO):
         return dict.fromkeys(names, Cut.of(n=ranks))
     if name == "model":
         return dict.fromkeys(names, Cut.of(c=ranks))

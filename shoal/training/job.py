@@ -41,11 +41,17 @@ class Job:
         return self.config.epochs * self.loader.order.steps_per_epoch
 
 
-def prepare(config: TrainConfig, transport: Transport, *, ranks_here: int | None = None) -> Job:
+def prepare(
+    config: TrainConfig,
+    transport: Transport,
+    *,
+    ranks_here: int | None = None,
+    planning_progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> Job:
     """Build what `config` asks for, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
 
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
-    this host's cores; all of them do unless given.
+    this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
     """
     threads = config.threads or max(1, cores() // (ranks_here or config.workers))
     torch.set_num_threads(threads)
@@ -59,7 +65,7 @@ def prepare(config: TrainConfig, transport: Transport, *, ranks_here: int | None
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
-        network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits))
+        network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits), planning_progress)
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())

@@ -22,9 +22,13 @@ from shoal.execution import (
     load_full_state_dict,
 )
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.finding import choose_plan
 from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box
+from shoal.plan import Plan
 from shoal.planning import resolve
+from shoal.planning.strategies import AUTO
+from shoal.profiling.profile import Progress
 from shoal.traffic import total
 from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
 from shoal.transport import Transport
@@ -148,19 +152,33 @@ class LaidNetwork(Network):
 
 
 def lay_over_ranks(
-    model: nn.Module, config: TrainConfig, transport: Transport, shapes: Shapes, build: Callable[[], nn.Module]
+    model: nn.Module,
+    config: TrainConfig,
+    transport: Transport,
+    shapes: Shapes,
+    build: Callable[[], nn.Module],
+    planning_progress: Progress,
 ) -> LaidNetwork:
     """Lay `model` over all ranks as `config` says. Collective. `build` makes the same module anew.
 
     Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
     """
     captured = capture_modes(model, shapes.train, F.cross_entropy)
-    io = _io_for(config.plan, captured, transport.world)
+    plan: str | Plan = config.plan
+    if plan == AUTO:
+        plan = choose_plan(
+            captured,
+            transport,
+            batch_norm=config.batch_norm,
+            bucket_bytes=config.bucket_bytes,
+            progress=planning_progress,
+        ).plan
+    io = _io_for(plan, captured, transport.world)
 
     def laid(captured: Captured) -> ParallelModule:
         return lay(
             captured,
-            config.plan,
+            plan,
             transport,
             io=io,
             batch_norm=config.batch_norm,
@@ -174,7 +192,7 @@ def lay_over_ranks(
     return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), build)
 
 
-def _io_for(plan: str, captured: Captured, ranks: int) -> IO:
+def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:
     graph = captured.graphs[True]
     names = [layer.name for one in captured.graphs.values() for layer in one.layers]
     cuts = resolve(plan, graph, ranks, names).cuts

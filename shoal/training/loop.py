@@ -38,6 +38,9 @@ from shoal.training.metrics import MetricsFile
 class Listener:
     """Hears what a run does; override what you want to hear. Called often: be quick."""
 
+    def planning(self, done: int, of: int, what: str) -> None:
+        """With the plan `auto`: how far profiling, search and race are, and what comes next."""
+
     def started(self, job: Job, progress: Progress, folder: RunFolder) -> None:
         """Everything is checked; the first step comes next."""
 

@@ -11,6 +11,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.files import write_text_atomically
 from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
+from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
@@ -42,6 +43,8 @@ def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = N
     """
     folder = RunFolder.open(path)
     config = TrainConfig.parse({**read_recipe(folder.config), **changes, "out": path}, source="--resume: ")
+    if config.plan == AUTO and not {"plan", "workers"} & changes.keys():
+        config = config.model_copy(update={"plan": str(folder.plan)})  # what was found then, not what would be now
     return _start(config, path, listener or Listener(), asked="workers" in changes)
 
 
@@ -95,12 +98,13 @@ def train_on_rank(
     transport = Transport()
     if transport.world > 1:
         config = config.model_copy(update={"device": _device_of_rank(config, ranks_here or transport.world)})
-    job = prepare(config, transport, ranks_here=ranks_here)
+    heard = listener if transport.rank == 0 else Listener()
+    job = prepare(config, transport, ranks_here=ranks_here, planning_progress=heard.planning)
     folder, progress = _begin(job, transport) if resumed is None else _go_on(job, transport, resumed)
     if transport.rank == 0:
         write_text_atomically(folder.config, job.config.to_yaml())
         job.network.plan.save(folder.plan)
-    return Run(job, folder, progress, listener if transport.rank == 0 else Listener()).complete()
+    return Run(job, folder, progress, heard).complete()
 
 
 def _device_of_rank(config: TrainConfig, ranks_here: int) -> str:
