@@ -5,15 +5,16 @@ dim of a layer goes. Parts are as even as possible and the longer ones come firs
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Self
 
 from shoal.errors import PlanError
 
 DIMS = "nckdhw"
-"""Sample, channel, contracted input channel, depth, height, width: the order in which a cut is written."""
+"""Sample, channel, contracted input channel, depth, height, width: the order in which cuts are usually written."""
 
 _TERM = re.compile(r"([a-z])(\d+)")
 
@@ -90,11 +91,18 @@ def cut(size: int, parts: int, *, grain: int = 1) -> tuple[Span, ...]:
 class Cut:
     """Into how many parts each dim is cut; dims that are not named stay whole.
 
-    >>> Cut.parse("h2n2"), Cut.parse("n2h2").parts, str(Cut.parse("n1"))
-    (Cut(degrees=(('n', 2), ('h', 2))), 4, '1')
+    The order of the letters says which rank has which part: the last letter's parts are on neighbours. `n2c2` has the
+    channels of one half of the samples on ranks 0 and 1, `c2n2` has both halves of the samples there.
+
+    >>> Cut.parse("n2h2").parts, str(Cut.parse("h2n2")), str(Cut.parse("n1"))
+    (4, 'h2n2', '1')
+    >>> Cut.parse("c2n2").seats(5)[1], Cut.parse("c2n2").seats(5)[4]
+    ({'c': 0, 'n': 1}, None)
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
+    planned: tuple[tuple[str, int], ...] = ()
+    """The degrees by which ranks are counted, where a small batch leaves some of them without a part."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -111,11 +119,11 @@ class Cut:
             )
         if 0 in degrees.values():
             raise PlanError(f"cut {text!r} asks for 0 parts.", "Each dim has at least 1 part.")
-        return cls.of(**degrees)
+        return cls(tuple((dim, degree) for dim, degree in degrees.items() if degree > 1))
 
     @classmethod
     def of(cls, **degrees: int) -> Self:
-        """A cut from numbers: `Cut.of(n=2, h=2)`; degrees of 1 are left out."""
+        """A cut from numbers, in the usual order: `Cut.of(n=2, h=2)`; degrees of 1 are left out."""
         return cls(tuple((dim, degrees[dim]) for dim in DIMS if degrees.get(dim, 1) > 1))
 
     @property
@@ -129,3 +137,26 @@ class Cut:
     def degree(self, dim: str) -> int:
         """Parts along one dim; 1 where it stays whole."""
         return dict(self.degrees).get(dim, 1)
+
+    def at_most(self, limits: Mapping[str, int]) -> "Cut":
+        """The same with fewer parts where a dim has a limit; in the same order, over the first ranks."""
+        fitted = ((dim, min(degree, limits.get(dim, degree))) for dim, degree in self.degrees)
+        return Cut(tuple((dim, degree) for dim, degree in fitted if degree > 1))
+
+    def shrunk(self, dim: str, limit: int) -> "Cut":
+        """The same with at most `limit` parts along one dim; every part left stays on its rank."""
+        return replace(self.at_most({dim: limit}), planned=self.planned or self.degrees)
+
+    def seats(self, ranks: int) -> tuple[Mapping[str, int] | None, ...]:
+        """For every rank the number of its part along each dim that is cut; None for a rank without a part."""
+        found: list[Mapping[str, int] | None] = [None] * ranks
+        strides, stride = {}, 1
+        for dim, degree in reversed(self.planned or self.degrees):
+            strides[dim] = stride
+            stride *= degree
+        dims = [dim for dim, _ in self.degrees]
+        for numbers in product(*(range(degree) for _, degree in self.degrees)):
+            found[sum(strides[dim] * number for dim, number in zip(dims, numbers, strict=True))] = dict(
+                zip(dims, numbers, strict=True)
+            )
+        return tuple(found)

@@ -349,7 +349,7 @@ class ParallelModule(nn.Module):
 
 def _shrunk(planned: Cut, graph: LayerGraph, name: str) -> Cut:
     rows = min(graph.batch, *graph.specs[name].shape[:1] or (1,))
-    return Cut.of(**{letter: min(d, rows) if letter == "n" else d for letter, d in planned.degrees})
+    return planned.shrunk("n", rows)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal
 
 from shoal.errors import RunError
@@ -126,9 +125,13 @@ def samples(shape: Sequence[int], shares: Sequence[int]) -> Layout:
 def tiles(shape: Sequence[int], wanted: Cut, ranks: int, *, channels: str = "-") -> Layout:
     """A tensor cut as a layer is: by sample and in space, without halos; by channel as the letter `channels` is."""
     names = [channels if letter == "c" else letter for letter in letters(len(shape))]
-    spans = [cut(size, min(wanted.degree(name), size)) for name, size in zip(names, shape, strict=True)]
-    boxes: list[Box | None] = list(product(*spans))
-    return (*boxes, *(None,) * (ranks - len(boxes)))
+    sizes = dict(zip(names, shape, strict=True))
+    fitted = wanted.at_most({letter: sizes.get(letter, 1) for letter, _ in wanted.degrees})
+    spans = [cut(size, fitted.degree(name)) for name, size in zip(names, shape, strict=True)]
+    return tuple(
+        None if seat is None else tuple(own[seat.get(name, 0)] for name, own in zip(names, spans, strict=True))
+        for seat in fitted.seats(ranks)
+    )
 
 
 def even_shares(batch: int, ranks: int) -> tuple[int, ...]:

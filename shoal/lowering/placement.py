@@ -1,6 +1,6 @@
 """One layer on its ranks: from a cut to parts, boxes and owners. Integers only.
 
-Part `i` of a cut, counted row-major in the order n, c, k, d, h, w, is on rank `i`; ranks beyond the last part
+Part `i` of a cut, counted row-major in the order of the cut's letters, is on rank `i`; ranks beyond the last part
 hold nothing of the layer. After every layer each element of its output has one owner: where parts hold partial
 sums, their box is divided among them. An operator that runs whole is copied to every rank instead.
 """
@@ -8,14 +8,13 @@ sums, their box is divided among them. An operator that runs whole is copied to 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 from shoal.errors import PlanError
 from shoal.graph import Layer, LayerGraph, State
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Need, Op, Part, Rule
 from shoal.operators.registry import WHOLE, rule_for
-from shoal.partition import DIMS, Box, Cut, cut, whole
+from shoal.partition import Box, Cut, cut, whole
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,14 @@ def place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
     rule = rule_for(op)
     if everywhere or rule is WHOLE:
         return Placed(op, WHOLE, Cut(), ({},) * ranks, copies=True)
-    axes = sorted(rule.axes(op), key=lambda axis: DIMS.index(axis.letter))
+    axes = rule.axes(op)
     check_fits(op, wanted, axes, ranks)
-    spans = [cut(axis.size, wanted.degree(axis.letter), grain=axis.grain) for axis in axes]
-    parts: list[Part | None] = [
-        {axis.letter: span for axis, span in zip(axes, chosen, strict=True)} for chosen in product(*spans)
-    ]
-    return Placed(op, rule, wanted, (*parts, *(None,) * (ranks - len(parts))), copies=False)
+    spans = {axis.letter: cut(axis.size, wanted.degree(axis.letter), grain=axis.grain) for axis in axes}
+    parts = tuple(
+        None if seat is None else {letter: own[seat.get(letter, 0)] for letter, own in spans.items()}
+        for seat in wanted.seats(ranks)
+    )
+    return Placed(op, rule, wanted, parts, copies=False)
 
 
 def most_parts(axis: Axis) -> int:

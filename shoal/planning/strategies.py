@@ -72,11 +72,13 @@ def _spatial(ndim: int, batch: int, ranks: int) -> Cut:
 def fit(wanted: Cut, axes: tuple[Axis, ...]) -> Cut:
     """The largest cut of the wanted dims that a layer's axes allow."""
     limits = {axis.letter: most_parts(axis) for axis in axes}
-    return Cut.of(**{letter: min(degree, limits.get(letter, 1)) for letter, degree in wanted.degrees})
+    return wanted.at_most({letter: limits.get(letter, 1) for letter, _ in wanted.degrees})
 
 
 def followed(cut: Cut) -> Cut:
     """The cut for a layer that follows: sums over cut input channels end up with every rank, so by channel."""
-    degrees = dict(cut.degrees)
-    summed = degrees.pop("k", 1)
-    return Cut.of(**{**degrees, "c": degrees.get("c", 1) * summed})
+    degrees: dict[str, int] = {}
+    for letter, degree in cut.degrees:
+        place = "c" if letter == "k" else letter
+        degrees[place] = degrees.get(place, 1) * degree
+    return Cut(tuple(degrees.items()))
