@@ -185,14 +185,16 @@ def _solve(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> _Solved | Non
     order, join = _order(sizes, tables)
     domains = [np.arange(size) for size in sizes]
     if join > WORTH * given:
-        sieve = _Sieve(sizes, tables)
+        sieve, stalled = _Sieve(sizes, tables), 0
         while join > WORTH * _entries(sieve.tables):
             work += 8 * _entries(sieve.tables)
             if not sieve.sweep():
                 return None
             sieve.drop_dominated()
             previous, (order, join) = join, _order([len(domain) for domain in sieve.domains], sieve.tables)
-            if join > 0.7 * previous:
+            stalled += join > 0.7 * previous
+            # Joins of minutes, or too large to keep, are worth more sweeps that at first seem in vain.
+            if stalled > (0 if join <= 100 * LARGEST else 10):
                 break
         domains, tables = sieve.domains, sieve.tables
     eliminated = _eliminate([len(domain) for domain in domains], tables, order)
@@ -592,6 +594,7 @@ class _Priced:
             bracket = self._bracket(domains, bound, price)
             if bracket is None:
                 continue
+            self._repair(bracket.heavy)
             self._descend(bracket.light)
             for child in self._split(bracket):
                 heapq.heappush(waiting, (bracket.bound, next(ties), bracket.price, child))
