@@ -2,8 +2,8 @@
 
 Variables are eliminated one after another: all tables that mention one are added, and the minimum over it is a
 new table over its neighbours. OptCNN's two rules (Jia et al. 2018) are the cases of one layer between two others
-(eq. 2) and of two tables over the same pair (eq. 3); here a variable may have any number of neighbours, so every
-graph can be solved, at a cost that grows with the tables that its shape forces.
+(eq. 2) and of two tables over the same pair (eq. 3); here a variable may have any number of neighbours, so graphs
+that the rules do not reduce are solved as well, as long as the tables that their shape forces can be kept.
 
 Before that, candidates that cannot be part of a cheapest choice are dropped: those whose lower bound is above the
 cost of a known choice, and those that another candidate beats whatever its neighbours choose.
@@ -118,8 +118,10 @@ def reduce_by_two_rules(count: int, edges: Iterable[tuple[int, int]]) -> int:
         if node in (source, target):
             continue
         before[node], after[node] = set(), set()
-        after[source] = after[source] - {node} | {target}
-        before[target] = before[target] - {node} | {source}
+        after[source].remove(node)
+        after[source].add(target)
+        before[target].remove(node)
+        before[target].add(source)
         left -= 1
         waiting += [source, target]
     return left
