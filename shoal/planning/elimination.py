@@ -2,8 +2,8 @@
 
 Variables are eliminated one after another: all tables that mention one are added, and the minimum over it is a
 new table over its neighbours. OptCNN's two rules (Jia et al. 2018) are the cases of one layer between two others
-(eq. 2) and of two tables over the same pair (eq. 3); here a variable may have any number of neighbours, so every
-graph can be solved, at a cost that grows with the tables that its shape forces.
+(eq. 2) and of two tables over the same pair (eq. 3); here a variable may have any number of neighbours, so graphs
+that the rules do not reduce are solved as well, as long as the tables that their shape forces can be kept.
 
 Before that, candidates that cannot be part of a cheapest choice are dropped: those whose lower bound is above the
 cost of a known choice, and those that another candidate beats whatever its neighbours choose.
@@ -118,8 +118,10 @@ def reduce_by_two_rules(count: int, edges: Iterable[tuple[int, int]]) -> int:
         if node in (source, target):
             continue
         before[node], after[node] = set(), set()
-        after[source] = after[source] - {node} | {target}
-        before[target] = before[target] - {node} | {source}
+        after[source].remove(node)
+        after[source].add(target)
+        before[target].remove(node)
+        before[target].add(source)
         left -= 1
         waiting += [source, target]
     return left
@@ -179,19 +181,22 @@ def _solve(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> _Solved | Non
     """A cheapest choice, or None if every choice is forbidden."""
     if min(sizes, default=1) < 1:
         return None
-    given = sum(table.size for table in tables.values())
+    if min(sizes, default=2) == 1:
+        tables = _without_settled(sizes, tables)
+    work = given = _entries(tables)
     order, join = _order(sizes, tables)
-    work = given
     domains = [np.arange(size) for size in sizes]
     if join > WORTH * given:
-        sieve = _Sieve(sizes, tables)
-        while join > WORTH * sum(table.size for table in sieve.tables.values()):
-            work += 8 * sum(table.size for table in sieve.tables.values())
+        sieve, stalled = _Sieve(sizes, tables), 0
+        while join > WORTH * _entries(sieve.tables):
+            work += 8 * _entries(sieve.tables)
             if not sieve.sweep():
                 return None
             sieve.drop_dominated()
             previous, (order, join) = join, _order([len(domain) for domain in sieve.domains], sieve.tables)
-            if join > 0.7 * previous:
+            stalled += join > 0.7 * previous
+            # Joins of minutes, or too large to keep, are worth more sweeps that at first seem in vain.
+            if stalled > (0 if join <= 100 * LARGEST else 10):
                 break
         domains, tables = sieve.domains, sieve.tables
     eliminated = _eliminate([len(domain) for domain in domains], tables, order)
@@ -201,10 +206,26 @@ def _solve(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> _Solved | Non
     return _Solved(tuple(int(domains[v][i]) for v, i in enumerate(choice)), largest, work + join)
 
 
+def _entries(tables: Mapping[Scope, Table]) -> int:
+    return sum(table.size for table in tables.values())
+
+
+def _without_settled(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> dict[Scope, Table]:
+    """The same sum, its tables not mentioning variables of one candidate."""
+    result: dict[Scope, Table] = {}
+    for scope, table in tables.items():
+        open_ = tuple(v for v in scope if sizes[v] > 1)
+        smaller = table.reshape(tuple(sizes[v] for v in open_))
+        result[open_] = result[open_] + smaller if open_ in result else smaller
+    return result
+
+
 def _order(sizes: Sequence[int], scopes: Iterable[Scope]) -> tuple[list[int], int]:
-    """A good order of elimination and the entries it joins: the better of two greedy ones."""
+    """A good order for all variables that a scope mentions, and the entries it joins: the better of two greedy ones."""
     neighbours: list[set[int]] = [set() for _ in sizes]
+    mentioned: set[int] = set()
     for scope in scopes:
+        mentioned.update(scope)
         for v in scope:
             neighbours[v].update(scope)
     for v, near in enumerate(neighbours):
@@ -219,10 +240,14 @@ def _order(sizes: Sequence[int], scopes: Iterable[Scope]) -> tuple[list[int], in
     best: tuple[list[int], int] | None = None
     for rule in (join, fill):
         graph = [set(near) for near in neighbours]
-        keys = {v: (rule(v, near), join(v, near)) for v, near in enumerate(graph)}
+        keys = {v: (rule(v, graph[v]), join(v, graph[v])) for v in mentioned}
+        queue = [(key, v) for v, key in keys.items()]
+        heapq.heapify(queue)
         order, total = [], 0
-        while keys:
-            v = min(keys, key=lambda w: (keys[w], w))
+        while queue:
+            key, v = heapq.heappop(queue)
+            if keys.get(v) != key:
+                continue
             total += keys.pop(v)[1]
             order.append(v)
             near = graph[v]
@@ -231,7 +256,10 @@ def _order(sizes: Sequence[int], scopes: Iterable[Scope]) -> tuple[list[int], in
                 graph[w] -= {v, w}
             # An edge added between two neighbours changes the fill of what lies next to both.
             for w in near if rule is join else near.union(*(graph[w] for w in near)):
-                keys[w] = (rule(w, graph[w]), join(w, graph[w]))
+                key = (rule(w, graph[w]), join(w, graph[w]))
+                if keys[w] != key:
+                    keys[w] = key
+                    heapq.heappush(queue, (key, w))
         if best is None or total < best[1]:
             best = order, total
     assert best is not None
@@ -373,6 +401,7 @@ class _Sieve:
                 self._spread[scope] = np.array(table, order="C")
                 for v in scope:
                     self._touching[v].append(scope)
+        self._floor = [float(alone.min()) for alone in self._alone]
         self._least = {scope: float(table.min()) for scope, table in self._spread.items()}
         # Far above the rounding of a few thousand additions, far below what tells two plans apart.
         self._slack = 1e-11 * sum(_magnitude(table) for table in tables.values())
@@ -402,8 +431,8 @@ class _Sieve:
             table -= _spread(np.where(np.isfinite(least), least, 0.0), (v,), scope)
             self._least[scope] = 0.0
         self._alone[v] = alone
-        others = fsum(float(alone.min()) for w, alone in enumerate(self._alone) if w != v)
-        bounds = alone + (others + fsum(self._least.values()) + self._constant)
+        self._floor[v] = 0.0
+        bounds = alone + (sum(self._floor) + sum(self._least.values()) + self._constant)
         self._keep(v, (bounds <= self.upper + self._slack) & (bounds < inf))
         if not len(self.domains[v]):
             return False
@@ -415,6 +444,7 @@ class _Sieve:
                 self._spread[scope] += _spread(share, (v,), scope)
                 self._least[scope] = float(share.min())
             self._alone[v] = self._alone[v] - share * len(after)
+        self._floor[v] = float(self._alone[v].min())
         return True
 
     def drop_dominated(self) -> None:
@@ -512,6 +542,7 @@ class _Point:
 class _Bracket:
     """The best price for a part of the choices, and a choice on each side of the limit."""
 
+    domains: Domains
     bound: float
     price: float
     heavy: _Point
@@ -565,10 +596,9 @@ class _Priced:
             bracket = self._bracket(domains, bound, price)
             if bracket is None:
                 continue
-            if bound == -inf:
-                self._repair(bracket.heavy)
+            self._repair(bracket.heavy)
             self._descend(bracket.light)
-            for child in self._split(domains, bracket):
+            for child in self._split(bracket):
                 heapq.heappush(waiting, (bracket.bound, next(ties), bracket.price, child))
         assert self._best is not None
         settled = not waiting or waiting[0][0] >= self._upper
@@ -582,6 +612,7 @@ class _Priced:
 
     def _bracket(self, domains: Domains, bound: float, price: float) -> _Bracket | None:
         """The price with the best bound; None if these candidates are settled: solved, forbidden or excluded."""
+        root = bound == -inf
         first = self._probe(domains, price)
         if first is None:
             return None
@@ -589,27 +620,61 @@ class _Priced:
         if bound >= self._upper:
             return None
         within = first.weight <= self._limit
-        second = None if within and price == 0 else self._probe(domains, 0.0 if within else inf)
-        if second is None or (second.weight <= self._limit) == within:
-            return None
-        heavy, light = (second, first) if within else (first, second)
-        for _ in range(100):
-            price = max(0.0, (light.cost - heavy.cost) / (heavy.weight - light.weight))
-            point = self._probe(domains, price)
-            assert point is not None
-            value = self._priced(point, price)
-            bound = max(bound, value)
+        heavy = light = first
+        if root and not within:
+            # A good choice within the limit makes the first price a good one.
+            self._repair(first)
+            assert self._best is not None
+            light = self._best
+        else:
+            near, other = first, None
+            for step in self._steps(price, within):
+                point = self._probe(domains, step)
+                assert point is not None
+                bound = max(bound, self._priced(point, step))
+                if (point.weight <= self._limit) != within:
+                    other = point
+                    break
+                near = point
+            if other is None:
+                return None
+            heavy, light = (other, near) if within else (near, other)
+        best = price
+        for turn in range(100):
             if bound >= self._upper:
                 return None
+            price = max(0.0, (light.cost - heavy.cost) / (heavy.weight - light.weight))
+            if root and turn in (1, 3, 7):
+                # All candidates are still there: fewer make the next probes cheap.
+                kept = self._sieved(domains, best)
+                if kept is None:
+                    return None
+                domains = kept
+            probed = self._probe(domains, price)
+            if probed is None:
+                return None
+            value = self._priced(probed, price)
+            if value > bound:
+                bound, best = value, price
             if value >= self._priced(heavy, price) - self._slack:
                 break
-            if point.weight <= self._limit:
-                light = point
+            if probed.weight <= self._limit:
+                light = probed
             else:
-                heavy = point
-        return _Bracket(bound, price, heavy, light)
+                heavy = probed
+        return None if bound >= self._upper else _Bracket(domains, bound, best, heavy, light)
+
+    @staticmethod
+    def _steps(price: float, down: bool) -> tuple[float, ...]:
+        """Prices to try for a choice on the other side of the limit; the last settles whether there is one."""
+        if down:
+            return (0.95 * price, 0.7 * price, 0.0) if price else ()
+        return (1.05 * price, 1.5 * price, inf) if price else (inf,)
 
     def _priced(self, point: _Point, price: float) -> float:
+        """A bound, if the point is the cheapest at this price."""
+        if price == inf:
+            return -inf
         return point.cost + price * (point.weight - self._limit) if price else point.cost
 
     def _tables(self, domains: Domains, price: float) -> dict[Scope, Table]:
@@ -636,22 +701,18 @@ class _Priced:
             self._best = point
         return point
 
-    def _split(self, domains: Domains, bracket: _Bracket) -> Iterable[Domains]:
+    def _split(self, bracket: _Bracket) -> Iterable[Domains]:
         """Two parts of what can still be better, with the bracket's two choices in different ones."""
-        differing = [v for v in range(len(domains)) if bracket.heavy.choice[v] != bracket.light.choice[v]]
+        differing = [v for v in range(len(self._sizes)) if bracket.heavy.choice[v] != bracket.light.choice[v]]
 
         def ends(v: int) -> tuple[float, float]:
             least = self._least_weight[v]
             return float(least[bracket.heavy.choice[v]]), float(least[bracket.light.choice[v]])
 
         v = max(differing, key=lambda v: abs(ends(v)[0] - ends(v)[1]))
-        tables = self._tables(domains, bracket.price)
-        self._spent += PROBE + 8 * sum(table.size for table in tables.values())
-        assert self._best is not None
-        sieve = _Sieve([len(d) for d in domains], tables, self._best.cost + bracket.price * self._limit)
-        if not sieve.sweep(improve=False):
+        kept = self._sieved(bracket.domains, bracket.price)
+        if kept is None:
             return
-        kept = [domain[left] for domain, left in zip(domains, sieve.domains, strict=True)]
         heavy, light = ends(v)
         if heavy == light:
             side = kept[v] == bracket.light.choice[v]
@@ -662,6 +723,16 @@ class _Priced:
         for part in (kept[v][side], kept[v][~side]):
             if len(part):
                 yield (*kept[:v], part, *kept[v + 1 :])
+
+    def _sieved(self, domains: Domains, price: float) -> Domains | None:
+        """Without candidates that the bounds at a price exclude; None if nothing is left that could be better."""
+        assert self._best is not None
+        tables = self._tables(domains, price)
+        self._spent += PROBE + 8 * _entries(tables)
+        sieve = _Sieve([len(domain) for domain in domains], tables, self._best.cost + price * self._limit)
+        if not sieve.sweep(improve=False):
+            return None
+        return tuple(domain[left] for domain, left in zip(domains, sieve.domains, strict=True))
 
     def _changes(self, v: int, choice: Sequence[int]) -> tuple[Table, Table]:
         """What each candidate of `v` would add to the cost and to the weight."""

@@ -235,7 +235,7 @@ def test_tables_that_do_not_fit_are_refused(factor: Factor) -> None:
 @pytest.mark.usefixtures("sieved")
 def test_choices_under_a_limit_agree_with_brute_force() -> None:
     met = 0
-    for seed in range(250):
+    for seed in range(120):
         sizes, factors = random_problem(seed, most=6, forbidden=0.05)
         weights = random_weights(seed, sizes)
         possible = [value(weights, c) for c in product(*map(range, sizes)) if value(factors, c) < inf]
@@ -252,7 +252,7 @@ def test_choices_under_a_limit_agree_with_brute_force() -> None:
         met += optimum > brute_force(sizes, factors) + 1e-9
         with pytest.raises(PlanError, match=f"the smallest is {possible[0]:.15g}"):
             minimise_under(sizes, factors, weights, possible[0] - 0.5)
-    assert met > 50  # the limit mattered
+    assert met > 30  # the limit mattered
 
 
 def test_without_effort_the_bound_still_holds() -> None:
