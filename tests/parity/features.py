@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.partition import slices, whole
+from shoal.plan import Plan
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -140,7 +141,7 @@ def freezing(plan: str) -> None:
     same_grads(model, reference)
 
 
-def other_batches(plan: str) -> None:
+def other_batches(plan: str | Plan) -> None:
     """Larger, smaller and tiny batches without a new capture; evaluation too."""
     reference, model = network(), shoal.parallelize(network(), (4, 3, 11, 9), plan)
     for samples in (6, 3, 1):

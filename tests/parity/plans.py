@@ -33,7 +33,7 @@ def _random_cut(draw: random.Random, op: object, ranks: int) -> Cut:
         if draw.random() < 0.5 and degree > 1:
             degrees[axis.letter] = degree
             left //= degree
-    return Cut.of(**degrees)
+    return Cut(tuple(degrees.items()))  # any order: parts on any ranks
 
 
 def randomly(seed: int) -> partial[Plan]:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from shoal.partition import Cut
+from shoal.plan import Plan
 from tests.parity import features
 from tests.parity.conftest import RunOnRanks
 
@@ -37,8 +39,12 @@ def test_frozen_layers(on_ranks: RunOnRanks, plan: str) -> None:
     on_ranks(4, features.freezing, plan)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_other_batch_sizes_and_evaluation(on_ranks: RunOnRanks, plan: str) -> None:
+SAMPLES_ON_NEIGHBOURS = Plan(name="c2n2", ranks=4, layers=(("*", Cut.parse("c2n2")),))
+"""Ranks 0 and 1 hold the same channels; a single sample leaves ranks 1 and 3 without a part."""
+
+
+@pytest.mark.parametrize("plan", [*PLANS, pytest.param(SAMPLES_ON_NEIGHBOURS, id="c2n2")])
+def test_other_batch_sizes_and_evaluation(on_ranks: RunOnRanks, plan: str | Plan) -> None:
     on_ranks(4, features.other_batches, plan)
 
 
