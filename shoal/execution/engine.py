@@ -28,14 +28,18 @@ from shoal.execution.precision import value_types
 from shoal.execution.randomness import LayerRandom
 from shoal.execution.transfer import Arriving, begin_transfer, inner
 from shoal.graph import State
+from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program, Settle
 from shoal.moves import Move
-from shoal.operators.base import Call, Need
+from shoal.operators.base import Call, Need, Part
 from shoal.partition import overlap, slices
 from shoal.transport import Transport
 
 Observer = Callable[[str, str, Tensor], None]
 """Told ("value", layer, this rank's box of its output) in forward and ("grad", layer, its gradient) in backward."""
+
+
+_NOTHING = nullcontext()
 
 
 class _Saved:
@@ -127,6 +131,33 @@ class _Back:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's part of one layer, with everything about it that is the same in every step."""
+
+    placed: Placed
+    name: str
+    part: Part
+    letters: frozenset[str]
+    peers: RankPeers
+    flows: bool
+    """Whether a gradient goes through the layer."""
+    states: tuple[tuple[str, str, bool, bool], ...]
+    """(argument, state, whether the layer updates it, whether it learns)."""
+    tiles: tuple[tuple[str, int, bool], ...]
+    """(argument, Fetch, whether its value wants a gradient)."""
+    link: int | None
+    """The Fetch that links the layer to the one before it in its chain."""
+    before: str
+    """The value that this Fetch passes on."""
+    goes_on: bool
+    """Whether its chain does not end with it."""
+    reader: int | None
+    """The one Fetch that moves its output, where what autograd saved of it can be replaced."""
+    waits: bool
+    """Whether its parameters' gradients are found after its input's have left."""
+
+
 @dataclass(frozen=True)
 class Route:
     """How gradients go through a program; the same for every step that trains the same parameters."""
@@ -135,13 +166,10 @@ class Route:
     trainable: frozenset[str]
     grads_for: frozenset[str]
     segments: Sequence[range]
-    links: Mapping[int, int]
-    """Within chains of layers that are differentiated as one: by the index of a layer the Fetch that links it to the
-    one before."""
-    goes_on: frozenset[int]
-    """Layers whose chain does not end with them."""
     linked: frozenset[int]
     """The Fetches of all links."""
+    parts: Mapping[int, _Part]
+    """This rank's part of every layer that it has one of, by the index of the layer."""
 
 
 @dataclass
@@ -213,8 +241,55 @@ class Engine:
             pieces = program.segments if self.recompute and record else (every,)
             links, goes_on = _links_within(program, pieces if record and self.observe is None else ())
             flowing = program.needing_grad(trainable, input_grad=input_grad)
-            self._routes[key] = Route(program, trainable, flowing, pieces, links, goes_on, frozenset(links.values()))
+            parts = self._parts(program, trainable, flowing, links, goes_on)
+            self._routes[key] = Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
         return self._routes[key]
+
+    def _parts(
+        self,
+        program: Program,
+        trainable: frozenset[str],
+        flowing: frozenset[str],
+        links: Mapping[int, int],
+        goes_on: frozenset[int],
+    ) -> dict[int, _Part]:
+        rank, found = self.transport.rank, {}
+        for index, one in enumerate(program.instructions):
+            if not isinstance(one, Compute) or (part := one.placed.parts[rank]) is None:
+                continue
+            placed, name, link = one.placed, one.placed.layer.name, links.get(index)
+            updates, needs = placed.rule.updates(placed.op), placed.needs[rank]
+            read = [(argument, ref) for argument, ref in placed.layer.tensors if argument in needs]
+            states = tuple(
+                (argument, ref.name, argument in updates, ref.name in trainable)
+                for argument, ref in read
+                if isinstance(ref, State)
+            )
+            tiles = tuple(
+                (argument, one.sources[argument], ref.name in flowing and one.sources[argument] != link)
+                for argument, ref in read
+                if not isinstance(ref, State)
+            )
+            before = None if link is None else program.instructions[link]
+            learns = any(learning for *_, learning in states)
+            sends = any(key in program.crossing for _, key, wanted in tiles if wanted)
+            found[index] = _Part(
+                placed=placed,
+                name=name,
+                part=part,
+                letters=placed.cut_letters,
+                peers=RankPeers(placed, self.transport),
+                flows=name in flowing,
+                states=states,
+                tiles=tiles,
+                link=link,
+                before=before.value if isinstance(before, Fetch) else "",
+                goes_on=index in goes_on,
+                reader=program.only_moved_to.get(name),
+                # not within a chain: its other layers would be walked, and would send, twice
+                waits=placed.rule.apart and link is None and learns and sends,
+            )
+        return found
 
     def _run(
         self,
@@ -228,14 +303,15 @@ class Engine:
     ) -> None:
         """A piece of the list, forward. `again`: for the second time, for backward's sake."""
         program, rank = tape.program, self.transport.rank
+        instructions, last_values, last_tiles = program.instructions, program.last_uses.values, program.last_uses.tiles
         for index in segment:
-            one = program.instructions[index]
+            one = instructions[index]
             self.transport.label = one.label
             match one:
                 case Fetch():
                     live.tiles[one.key] = self._fetch(one, live.values, tape)
                 case Compute():
-                    out = self._compute(index, one, live, states, tape, record=record, again=again)
+                    out = self._compute(index, live, states, tape, record=record, again=again)
                     if out is not None:
                         live.values[one.placed.layer.name] = out
                     if self.observe and not again and out is not None and not one.placed.partial:
@@ -250,9 +326,9 @@ class Engine:
                         live.values[one.value] = settled
                     if self.observe and not again and settled is not None:
                         self.observe("value", one.value, settled)
-            for name in program.last_uses.values.get(index, ()):
+            for name in last_values.get(index, ()):
                 live.values.pop(name, None)
-            for key in program.last_uses.tiles.get(index, ()):
+            for key in last_tiles.get(index, ()):
                 left = live.tiles.pop(key, None)
                 if isinstance(left, Arriving):  # nobody here reads it, but others get their part of it from here
                     left.wait()
@@ -366,7 +442,6 @@ class Engine:
     def _compute(
         self,
         index: int,
-        one: Compute,
         live: _Live,
         states: Mapping[str, Tensor],
         tape: Tape,
@@ -374,57 +449,49 @@ class Engine:
         record: bool,
         again: bool,
     ) -> Tensor | None:
-        placed, rank = one.placed, self.transport.rank
-        part = placed.parts[rank]
-        if part is None:
+        here = tape.route.parts.get(index)
+        if here is None:
             return None
-        name = placed.layer.name
-        record = record and name in tape.route.grads_for
-        link = tape.route.links.get(index)
-        before = None if link is None else tape.program.instructions[link]
-        inputs = live.chains.pop(before.value, _Inputs()) if isinstance(before, Fetch) else _Inputs()
-        entered: dict[int, Tensor] = {}
+        record = record and here.flows
+        inputs = _Inputs() if here.link is None else live.chains.pop(here.before, _Inputs())
         tensors: dict[str, Tensor] = {}
-        for argument, reference in placed.layer.tensors:
-            if argument not in placed.needs[rank]:
-                continue
-            if isinstance(reference, State):
-                state = states[reference.name]
-                if again and argument in placed.rule.updates(placed.op):
-                    state = state.clone()  # it was updated the first time
-                tensors[argument] = state
-                if reference.name in tape.route.trainable:
-                    inputs.states[reference.name] = state
-                continue
-            key = one.sources[argument]
+        for argument, name, updates, learns in here.states:
+            state = states[name]
+            if again and updates:
+                state = state.clone()  # it was updated the first time
+            tensors[argument] = state
+            if learns:
+                inputs.states[name] = state
+        entered: dict[int, Tensor] = {}
+        for argument, key, wanted in here.tiles:
             if key not in entered:
                 tile = live.tile(key)
                 assert tile is not None
                 self._share(key, live, tile, tape)
-                if record and key != link and reference.name in tape.route.grads_for:
+                if record and wanted:
                     with torch.enable_grad():
                         tile = _Enter.apply(self._anchor, tile)  # type: ignore[no-untyped-call]
                     inputs.tiles.append((key, get_gradient_edge(tile)))
                 entered[key] = tile
             tensors[argument] = entered[key]
         call = Call(
-            op=placed.op,
-            part=part,
-            cut=placed.cut_letters,
+            op=here.placed.op,
+            part=here.part,
+            cut=here.letters,
             tensors=tensors,
-            peers=RankPeers(placed, self.transport),
-            random=LayerRandom(self.seed, name, tape.step),
+            peers=here.peers,
+            random=LayerRandom(self.seed, here.name, tape.step),
             local_statistics=self.local_statistics,
         )
-        reader = tape.program.only_moved_to.get(name) if record else None
+        reader = here.reader if record else None
         saved: list[_Saved] = []
-        with torch.set_grad_enabled(record), _saving(saved) if reader is not None else nullcontext():
-            out = placed.rule.run(call)
-            if out.dtype != tape.types[name]:
-                out = out.to(tape.types[name])
+        with torch.set_grad_enabled(record), _saving(saved) if reader is not None else _NOTHING:
+            out = here.placed.rule.run(call)
+            if out.dtype != tape.types[here.name]:
+                out = out.to(tape.types[here.name])
         if record and out.requires_grad:
-            if index in tape.route.goes_on:
-                live.chains[name] = inputs
+            if here.goes_on:
+                live.chains[here.name] = inputs
                 return out
             edge, shape, dtype = get_gradient_edge(out), out.shape, out.dtype
             tape.records[index] = _Record(inputs, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device))
@@ -458,9 +525,7 @@ class Engine:
             grad = record.zeros()
         keys, edges = [key for key, _ in record.inputs.tiles], [edge for _, edge in record.inputs.tiles]
         names, states = list(record.inputs.states), list(record.inputs.states.values())
-        alone = index not in tape.route.links  # a chain's other layers would be walked, and would send, twice
-        apart = one.placed.rule.apart and alone and bool(states)
-        waits = apart and any(key in tape.program.crossing for key in keys)
+        waits = tape.route.parts[index].waits
         inputs: list[Any] = edges if waits else [*edges, *states]
         found = (
             torch.autograd.grad(record.output, inputs, grad, retain_graph=waits, allow_unused=True) if inputs else ()

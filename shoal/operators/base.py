@@ -11,7 +11,7 @@ and computes that box from those boxes with plain torch. Adding an operator mean
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,9 @@ class Op:
     layer: Layer
     shapes: Mapping[str, tuple[int, ...]]
     """Global shape of every tensor argument that is given, by argument name."""
+
+    found: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What rules have worked out about the layer and ask for in every step."""
 
     def __getitem__(self, argument: str) -> Any:
         return self.layer.arguments[argument]
@@ -142,9 +145,9 @@ class Random(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """One part of one layer, with its tensors."""
+    """One part of one layer, with its tensors. Made for every layer of every step: not frozen, which costs time."""
 
     op: Op
     part: Part

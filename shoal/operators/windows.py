@@ -58,6 +58,13 @@ class Windowed(Rule):
     fill = 0.0
 
     def windows(self, op: Op) -> list[Window]:
+        """How the window moves along each spatial dim."""
+        if "windows" not in op.found:
+            op.found["windows"] = self._windows(op)
+        found: list[Window] = op.found["windows"]
+        return found
+
+    def _windows(self, op: Op) -> list[Window]:
         raise NotImplementedError
 
     def tile(self, op: Op, part: Part, channels: Span, source: str) -> Need:
@@ -87,7 +94,7 @@ class Convolution(Windowed):
 
     apart = True
 
-    def windows(self, op: Op) -> list[Window]:
+    def _windows(self, op: Op) -> list[Window]:
         sizes, kernels = op.shapes["input"][2:], op.shapes["weight"][2:]
         strides, dilations = per_dim(op["stride"], len(sizes)), per_dim(op["dilation"], len(sizes))
         found = []
@@ -206,7 +213,7 @@ class TransposedConvolution(Rule):
 class Pool(Windowed):
     """What max and average pooling share."""
 
-    def windows(self, op: Op) -> list[Window]:
+    def _windows(self, op: Op) -> list[Window]:
         sizes = op.shapes["self"][2:]
         dims = len(sizes)
         kernels = per_dim(op["kernel_size"], dims)
