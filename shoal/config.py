@@ -79,7 +79,7 @@ class Settings(BaseModel):
 
     workers: Workers = 1
     plan: str = "data"
-    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, or a plan file."""
+    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, auto (searched), or a plan file."""
     batch_norm: Literal["exact", "local"] = "exact"
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     recompute: bool = False
@@ -129,6 +129,8 @@ class TrainConfig(Settings):
     weight_decay: float = Field(default=5e-4, ge=0)
     """L2 penalty on the weights."""
 
+    race: bool = True
+    """With the plan auto: run the best few for some steps and take the fastest, not the prediction's word."""
     bucket_bytes: int | None = Field(default=None, gt=0)
     """Bytes of gradients that are summed at a time; measured on the link unless given."""
     device: str = "auto"

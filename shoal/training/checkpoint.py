@@ -18,7 +18,7 @@ SCHEMA = "shoal.checkpoint/2"
 CHANGEABLE = frozenset(
     {
         *("epochs", "eval_every", "checkpoint_every", "log_every", "out"),
-        *("workers", "plan", "recompute", "bucket_bytes", "timeout", "threads", "device"),
+        *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
     }
 )
 

@@ -171,6 +171,7 @@ def lay_over_ranks(
             transport,
             batch_norm=config.batch_norm,
             bucket_bytes=config.bucket_bytes,
+            racing=config.race,
             progress=planning_progress,
         ).plan
     io = _io_for(plan, captured, transport.world)
