@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
-from shoal.partition import Cut
+from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel, CostTables
 from shoal.planning.elimination import minimise, minimise_under
@@ -61,15 +61,17 @@ def find(
     pins: Mapping[str, Cut] | None = None,
     memory: int | None = None,
     losses: bool = False,
+    letters: str = DIMS,
 ) -> Found:
     """The plan with the shortest predicted step. Pure.
 
-    `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most.
+    `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most;
+    `letters`: the dims along which layers may be cut.
     A pin that fits no layer, and a memory that no plan keeps to, are a `PlanError`.
     """
     pinned = pinned_layers(model.graph, pins or {})
     start = time.perf_counter()
-    tables = model.tables(stages_of(model.graph, model.ranks, pinned))
+    tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters))
     built = time.perf_counter()
     sizes = [len(stage.choices) for stage in tables.stages]
     found: dict[tuple[int, ...], Price] = {}

@@ -13,7 +13,7 @@ from shoal.lowering.placement import depends_on_input, most_parts, op_of
 from shoal.operators import elementwise, norms
 from shoal.operators.base import Axis, Op, Rule
 from shoal.operators.registry import WHOLE, rule_for
-from shoal.partition import Cut
+from shoal.partition import DIMS, Cut
 from shoal.planning.strategies import fit, followed
 
 FEW_RANKS = 8
@@ -54,10 +54,13 @@ class Stage:
         return {op.layer.name: cut for op, cut in zip(self.ops, self.choices[choice], strict=True)}
 
 
-def stages_of(graph: LayerGraph, ranks: int, pins: Mapping[str, Cut] | None = None) -> tuple[Stage, ...]:
+def stages_of(
+    graph: LayerGraph, ranks: int, pins: Mapping[str, Cut] | None = None, letters: str = DIMS
+) -> tuple[Stage, ...]:
     """The stages of a network in its order. Layers that do not see the batch have no choice and are left out.
 
-    `pins`: the cut of some layers, by name, as the user wants them; their stages have that choice alone.
+    `pins`: the cut of some layers, by name, as the user wants them; their stages have that choice alone;
+    `letters`: the dims along which the others may be cut.
     """
     pins = pins or {}
     sees_batch = depends_on_input(graph)
@@ -79,7 +82,7 @@ def stages_of(graph: LayerGraph, ranks: int, pins: Mapping[str, Cut] | None = No
         else:
             home[layer.name] = len(groups)
             groups.append([op])
-    return tuple(_with_choices(tuple(group), ranks, pins) for group in groups)
+    return tuple(_with_choices(tuple(group), ranks, pins, letters) for group in groups)
 
 
 def _follows(op: Op) -> bool:
@@ -88,10 +91,10 @@ def _follows(op: Op) -> bool:
     return alike and len(op.layer.reads) == 1
 
 
-def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut]) -> Stage:
+def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut], letters: str) -> Stage:
     pinned = {op.layer.name: pins[op.layer.name] for op in ops if op.layer.name in pins}
     head = ops[0]
-    cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks))
+    cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks, letters))
     found = []
     for cut in cuts:
         after = followed(cut)
@@ -100,14 +103,14 @@ def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut]) -> S
     return Stage(ops, tuple(found))
 
 
-def cuts_of(op: Op, ranks: int) -> Iterator[Cut]:
-    """Every cut of a layer over at most so many ranks, uneven ones too, the whole layer first.
+def cuts_of(op: Op, ranks: int, letters: str = DIMS) -> Iterator[Cut]:
+    """Every cut of a layer along these dims over at most so many ranks, uneven ones too, the whole layer first.
 
     With more than a few ranks the numbers of parts are divisors of theirs, and partial sums (`k`) combine with
     samples only: the others are never the best there and would be most of the list.
     """
     rule = rule_for(op)
-    axes: Sequence[Axis] = () if rule is WHOLE else rule.axes(op)
+    axes: Sequence[Axis] = () if rule is WHOLE else [axis for axis in rule.axes(op) if axis.letter in letters]
     few = ranks <= FEW_RANKS
     degrees = [d for d in range(1, ranks + 1) if few or ranks % d == 0]
 

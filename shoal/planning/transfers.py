@@ -26,7 +26,7 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
     if have.everywhere or not cluster.levels:
         return np.zeros(shape)
     ranks = have.starts.shape[1]
-    seen = np.unique(np.linspace(0, ranks - 1, min(ranks, SAMPLED_RANKS)).astype(np.int64))
+    seen = _seen(ranks, cluster)
     seconds = np.empty(shape)
     rows = max(1, _AT_ONCE // (shape[1] * len(seen)))
     for start in range(0, shape[0], rows):
@@ -58,13 +58,32 @@ def _block(starts: Ints, stops: Ints, need: Boxes, seen: Ints, itemsize: int, cl
                     starts[:, other], stops[:, other], need.starts[:, seen], need.stops[:, seen]
                 )
                 sent += there * _overlap(starts[:, seen], stops[:, seen], need.starts[:, other], need.stops[:, other])
-        crossing = np.maximum(received - received_within, sent - sent_within) * itemsize
+        crossings = received - received_within, sent - sent_within
         if level.shared and inner is not None:
-            crossing = crossing * inner.size  # its neighbours leave by the same link, and are about as busy
+            crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
+        crossing = np.maximum(*crossings) * itemsize
         seconds += np.where(crossing > 0, level.latency + crossing / level.bandwidth, 0.0)
         received_within, sent_within, inner = received, sent, level
     slowest: Floats = seconds.max(axis=2)
     return slowest
+
+
+def _seen(ranks: int, cluster: Cluster) -> Ints:
+    """The ranks among which the busiest is sought; all of a host's, where they share its link."""
+    shared = [inner.size for inner, level in zip(cluster.levels, cluster.levels[1:], strict=False) if level.shared]
+    size = max(shared, default=1)
+    hosts = -(-ranks // size)
+    first = np.unique(np.linspace(0, hosts - 1, min(hosts, max(2, SAMPLED_RANKS // size))).astype(np.int64)) * size
+    found: Ints = (first[:, None] + np.arange(size)).ravel()
+    return found[found < ranks]
+
+
+def _of_hosts(amounts: Floats, hosts: Ints) -> Floats:
+    """For every rank what the ranks of its host together have; `hosts`: the host of each, in order."""
+    first = np.flatnonzero(np.diff(hosts, prepend=-1))
+    sums = np.add.reduceat(amounts, first, axis=2)
+    found: Floats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
+    return found
 
 
 def _overlap(starts: Ints, stops: Ints, need_starts: Ints, need_stops: Ints) -> Floats:

@@ -1,0 +1,143 @@
+"""Seconds of re-cuts, many at once, beside the same from the list of moves, one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.cluster import Cluster, Device, Efficiency, Level
+from shoal.moves import Layout, add_moves
+from shoal.operators.base import Op
+from shoal.partition import Cut, volume, whole
+from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes
+from shoal.planning.stages import cuts_of
+from shoal.planning.transfers import sum_seconds, transfer_seconds
+from tests.unit.test_boxes import NETS, ops_of, rows
+from tests.unit.test_moves import anything, disjoint, sizes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ITEM = 4
+DEVICE = Device(
+    name="a device",
+    memory=1 << 30,
+    flops=1e12,
+    memory_bandwidth=1e11,
+    efficiency=Efficiency(peak_fraction=1.0, half=0.0, launch=0.0),
+    source="made up",
+)
+
+
+def cluster_of(*sizes: int, shared: bool = False) -> Cluster:
+    """Levels of these sizes, each slower than the one inside it; `shared`: hosts leave by one link."""
+    levels = tuple(
+        Level(
+            name=f"level {index}",
+            size=size,
+            bandwidth=1e6 / (index + 1),
+            latency=1e-3 * (index + 1),
+            shared=shared and index > 0,
+            source="made up",
+        )
+        for index, size in enumerate(sizes)
+    )
+    return Cluster(name="made up", device=DEVICE, levels=levels)
+
+
+def reference(have: Layout, need: Layout, cluster: Cluster) -> float:
+    """Every move counted at its two ranks, on the level that it crosses; the slowest rank's levels, one by one."""
+    ranks = len(have)
+    sent = np.zeros((len(cluster.levels), ranks))
+    received = np.zeros_like(sent)
+    for move in add_moves(have, need):
+        level = cluster.level_of(move.src, move.dst)
+        if level is not None:
+            sent[level, move.src] += volume(move.box) * ITEM
+            received[level, move.dst] += volume(move.box) * ITEM
+    seconds = np.zeros(ranks)
+    for index, level in enumerate(cluster.levels):
+        for rank in range(ranks):
+            inner = cluster.levels[index - 1].size if index else 1
+            host = rank // inner
+            sharing = [other for other in range(ranks) if other // inner == host] if level.shared else [rank]
+            busiest = max(sum(sent[index, r] for r in sharing), sum(received[index, r] for r in sharing))
+            if busiest:
+                seconds[rank] += level.latency + busiest / level.bandwidth
+    return float(seconds.max())
+
+
+CLUSTERS = {
+    2: [cluster_of(2), cluster_of(4)],
+    3: [cluster_of(3), cluster_of(2, 3), cluster_of(2, 3, shared=True)],
+    4: [cluster_of(4), cluster_of(2, 4), cluster_of(2, 4, shared=True)],
+    6: [cluster_of(6), cluster_of(2, 6), cluster_of(3, 6, shared=True), cluster_of(4, 6, shared=True)],
+}
+"""By number of ranks; some have a last host with fewer ranks."""
+
+
+def layouts(boxes: Boxes, cut: int) -> Layout:
+    return tuple(rows(boxes, cut, rank) for rank in range(boxes.starts.shape[1]))
+
+
+def check(have: Boxes, need: Boxes, cluster: Cluster) -> None:
+    found = transfer_seconds(have, need, ITEM, cluster)
+    assert found.shape == (len(have.starts), len(need.starts))
+    for a, b in np.ndindex(*found.shape):
+        wanted = 0.0 if have.everywhere else reference(layouts(have, a), layouts(need, b), cluster)
+        assert found[a, b] == pytest.approx(wanted, rel=1e-9), f"cuts {a} to {b}"
+
+
+def some_cuts(data: st.DataObject, op: Op, ranks: int) -> list[Cut]:
+    return data.draw(st.lists(st.sampled_from(list(cuts_of(op, ranks))), min_size=1, max_size=3, unique=True))
+
+
+@pytest.mark.parametrize("net", NETS)
+@given(data=st.data())
+@settings(max_examples=5, derandomize=True)
+def test_recuts_between_layers(net: str, data: st.DataObject) -> None:
+    """A layer's output, or any layout, to a layer that reads a tensor of that shape, each cut in some ways."""
+    reader = data.draw(st.sampled_from(ops_of(net)))
+    argument = data.draw(st.sampled_from([name for name, shape in reader.shapes.items() if len(shape)]))
+    ranks = data.draw(st.sampled_from([2, 3, 4, 6]))
+    cluster = data.draw(st.sampled_from(CLUSTERS[ranks]))
+    need = needed_boxes(reader, argument, some_cuts(data, reader, ranks), ranks)
+    check(layout_boxes(data.draw(disjoint(reader.shapes[argument], ranks))), need, cluster)
+    for maker in [op for op in ops_of(net) if op.out == reader.shapes[argument]][:1]:
+        check(owned_boxes(maker, some_cuts(data, maker, ranks), ranks), need, cluster)
+
+
+@given(st.data())
+@settings(max_examples=60, derandomize=True)
+def test_recuts_between_any_layouts(data: st.DataObject) -> None:
+    shape, ranks = data.draw(sizes), data.draw(st.sampled_from([2, 3, 4, 6]))
+    have, need = data.draw(disjoint(shape, ranks)), data.draw(anything(shape, ranks))
+    if all(box is None for box in need):
+        return
+    check(layout_boxes(have), layout_boxes(need), data.draw(st.sampled_from(CLUSTERS[ranks])))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_three_levels(shared: bool) -> None:
+    op = ops_of("stride")[0]
+    boxes = owned_boxes(op, list(cuts_of(op, 8))[::17], 8)
+    to_one: Layout = (*(None,) * 3, whole(op.out), *(None,) * 4)
+    check(boxes, boxes, cluster_of(2, 4, 8, shared=shared))
+    check(boxes, layout_boxes(to_one), cluster_of(2, 4, 8, shared=shared))
+
+
+def test_nothing_moves_where_all_ranks_have_all_or_there_is_one() -> None:
+    op = ops_of("linear")[0]
+    cuts = list(cuts_of(op, 4))
+    boxes = owned_boxes(op, cuts, 4)
+    assert not np.diagonal(transfer_seconds(boxes, boxes, ITEM, cluster_of(2, 4))).any()
+    assert not transfer_seconds(boxes, boxes, ITEM, Cluster(name="one", device=DEVICE)).any()
+
+
+def test_a_ring_takes_the_slowest_link_that_it_crosses() -> None:
+    cluster = cluster_of(2, 4, shared=True)
+    inner, outer = cluster.levels
+    assert sum_seconds(800, (0,), cluster) == 0
+    assert sum_seconds(800, (2, 3), cluster) == pytest.approx(inner.sum_seconds(800, 2))
+    assert sum_seconds(800, (0, 2), cluster) == pytest.approx(outer.sum_seconds(800, 2))
+    assert sum_seconds(800, (0, 2), cluster, groups_per_host=2) == pytest.approx(outer.sum_seconds(1600, 2))
+    assert sum_seconds(800, (0, 1, 2, 3), cluster) == pytest.approx(outer.sum_seconds(800, 4))
