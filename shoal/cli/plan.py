@@ -64,7 +64,7 @@ def plan(ctx: click.Context, out: Path | None, picture: Path | None, **options: 
     if out is not None:
         report.plan.save(out)
     if picture is not None:
-        _draw(picture, config.model, graph, report.price)
+        _draw(picture, config.model, graph, report.price, losses=captured.tail is not None and captured.tail.mean)
     from shoal.cli import plan_table
 
     console = Console(highlight=False)
@@ -78,7 +78,7 @@ def plan(ctx: click.Context, out: Path | None, picture: Path | None, **options: 
         console, report.price, report.plan.name, report.entrants, report.found.fixed, report.race
     )
     if report.remembered:
-        console.print("The choice is remembered from before; --fresh measures, searches and races again.")
+        console.print("The choice is remembered from before; --fresh measures, searches and races again.", soft_wrap=True)
     for file in (out, picture):
         if file is not None:
             console.print(f"wrote {file}", markup=False, soft_wrap=True)
@@ -107,7 +107,7 @@ def show(file: Path, picture: Path | None, **options: Any) -> None:
 
     (found,) = plan_job.priced(config, loaded)
     if picture is not None:
-        _draw(picture, config.model, found.graph, found.price)
+        _draw(picture, config.model, found.graph, found.price, losses=found.losses)
     where = config.cluster or f"timings {config.timings}"
     console.print(_headline(config.model, found.graph, loaded, where) + "\n", markup=False, soft_wrap=True)
     plan_table.show_layers(console, found.price, found.graph, explained(found.model, found.price.cuts))
@@ -172,10 +172,11 @@ def _converter() -> Any:
     return cairosvg
 
 
-def _draw(file: Path, model: str, graph: "LayerGraph", price: "Price") -> None:
+def _draw(file: Path, model: str, graph: "LayerGraph", price: "Price", *, losses: bool) -> None:
     from shoal.planning.picture import picture
 
-    svg = picture(graph, price.cuts, price.ranks, title=f"{model} under {price.name} on {price.ranks} ranks")
+    title = f"{model} under {price.name} on {price.ranks} ranks"
+    svg = picture(graph, price.cuts, price.ranks, title=title, losses=losses)
     if file.suffix == ".svg":
         write_text_atomically(file, svg)
     else:

@@ -82,7 +82,7 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
     with _missing_kernels(config.timings):
         found = find(model, pins=pins, memory=config.memory, losses=gives_losses(captured))
-        return captured, _report(model, found.plan, found, config.memory)
+        return captured, _report(model, found.plan, found, config.memory, losses=gives_losses(captured))
 
 
 def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
@@ -130,8 +130,11 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
     model = cost_model(captured, Measured(timings, _dtype(captured)), transport.world, batch_norm=config.batch_norm)
     report: Report | None = None
     if transport.rank == 0:
-        found = chosen.found or find(model, pins=pins, memory=config.memory, losses=gives_losses(captured))
-        report = _report(model, chosen.plan, found, config.memory, chosen.race, remembered=chosen.remembered)
+        losses = gives_losses(captured)
+        found = chosen.found or find(model, pins=pins, memory=config.memory, losses=losses)
+        report = _report(
+            model, chosen.plan, found, config.memory, chosen.race, losses=losses, remembered=chosen.remembered
+        )
     told: Report = transport.gather_objects(report)[0]
     tell(1, 1, "")
     return told
@@ -157,12 +160,13 @@ def _report(
     memory: int | None,
     race: tuple[Finish, ...] = (),
     *,
+    losses: bool,
     remembered: bool = False,
 ) -> Report:
     by_cuts = [*found.candidates, *found.fixed]
     cuts = dict(plan.layers)
     known = next((one for one in by_cuts if one.cuts == cuts), None)
-    mine = known or price(model, cuts, plan.name)
+    mine = known or price(model, cuts, plan.name, losses=losses)
     searched = found.candidates and found.candidates[0].cuts == cuts
     return Report(
         plan=plan,
@@ -192,12 +196,14 @@ class Priced:
     graph: LayerGraph
     price: Price
     model: CostModel
+    losses: bool
 
 
 def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
     """Each plan's price. A plan that does not fit the network or the cluster is an `InputError`."""
     captured = capture(config)
     graph = captured.graphs[True]
+    losses = gives_losses(captured)
     also = [layer.name for layer in captured.graphs[False].layers]
     found = []
     for plan in plans:
@@ -205,7 +211,7 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         with _missing_kernels(config.timings):
             cuts = resolve(plan, graph, plan.ranks, also).cuts
-            found.append(Priced(graph, price(model, cuts, plan.name, losses=gives_losses(captured)), model))
+            found.append(Priced(graph, price(model, cuts, plan.name, losses=losses), model, losses))
     return found
 
 
