@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS
-    | {"zoo", "data", "launching", "transport", "execution", "planning", "profiling", "finding", "training", "verifying"},
+    | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
+    | {"training", "verifying"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -62,9 +62,7 @@ def capture(config: NetworkConfig) -> Captured:
 
 def _published(model: str) -> tuple[int, ...]:
     if ":" in model:
-        raise ConfigError(
-            f"the shape of a sample for the model {model!r} is not known.", "Give it with --input C,H,W."
-        )
+        raise ConfigError(f"the shape of a sample for the model {model!r} is not known.", "Give it with --input C,H,W.")
     if model not in zoo.names():
         zoo.build(model)  # which says that there is no such network
     shape: tuple[int, ...] = inspect.signature(getattr(zoo, model)).parameters["input"].default

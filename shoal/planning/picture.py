@@ -8,6 +8,7 @@ their bytes in one step, forward and backward together. Pure: text in, text out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, step_program
@@ -27,7 +28,7 @@ COLOURS = {
 """Fill, line and words of every kind of cut."""
 TRAVEL = "#b91c1c"
 """Of whatever goes from rank to rank."""
-BOX_WIDTH, BOX_HEIGHT = 244, 62
+BOX_WIDTH, BOX_HEIGHT = 272, 62
 GAP_X, GAP_Y = 28, 40
 LANE = 16
 """What an edge that passes a row of boxes takes of its width."""
@@ -74,16 +75,29 @@ class _Place:
     def width(self) -> float:
         return BOX_WIDTH if self.box is not None else LANE
 
+    @property
+    def light(self) -> bool:
+        """Whether it stands aside: an input that joins the network further down."""
+        return self.box is not None and self.box.cut is None and self.row > 0
+
+    @property
+    def weight(self) -> float:
+        """What it counts for where places compete for room."""
+        return 0.02 if self.box is None or self.light else 1.0
+
 
 def picture(
     graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, *, title: str = "", losses: bool = False, itemsize: int = 4
 ) -> str:
-    """The SVG text; `losses`: the network ends in one loss per sample. Costs a lowering of the network; a cut that does not fit is a `PlanError`."""
+    """The SVG text; `losses`: the network ends in one loss per sample.
+
+    Costs a lowering of the network; a cut that does not fit is a `PlanError`.
+    """
     boxes = _boxes(graph, cuts)
     rows, chains = _layers(boxes)
     _order(rows)
     width = _place(rows)
-    sent = _edge_bytes(graph, cuts, ranks, itemsize, losses=losses)
+    sent = edge_bytes(graph, cuts, ranks, itemsize, losses=losses)
     home = _homes(graph)
     by_edge: dict[tuple[str, str], int] = {}
     for (source, reader), amount in sent.items():
@@ -113,7 +127,9 @@ def picture(
         parts.append(_draw_box(place, tops[place.row], ranks))
         within = by_edge.get((place.box.name, place.box.name), 0) if place.box else 0
         if within:  # partial sums that are added up before a follower of the same stage
-            labels.append(_pill(place.x + BOX_WIDTH - 56, tops[place.row] + BOX_HEIGHT, f"sums {show_bytes(within)}"))
+            labels.append(
+                _pill(place.x + BOX_WIDTH - 52, tops[place.row] + BOX_HEIGHT + 3, f"sums {show_bytes(within)}")
+            )
     return "\n".join([*parts, *labels, "</svg>"]) + "\n"
 
 
@@ -144,7 +160,7 @@ def _word(op: str) -> str:
     return op.split(".")[1].strip("_")
 
 
-def _edge_bytes(
+def edge_bytes(
     graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, itemsize: int, *, losses: bool
 ) -> dict[tuple[str, str], int]:
     """Bytes between ranks over every edge of layers, forward and backward; an edge whose tiles another brings has 0.
@@ -159,14 +175,18 @@ def _edge_bytes(
     for layer in graph.layers:
         for name in layer.reads:
             readers.setdefault(name, []).append(layer.name)
+
+    def size_of(value: str) -> int:
+        return itemsize if graph.specs[value].differentiable else 8
+
     for one in program.instructions:
         match one:
             case Fetch() if not one.identity:
-                amount = sum(move.elements for move in one.moves) * itemsize * (1 + (one.value in flowing))
+                amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
                 edge = one.value, one.reader
                 found[edge] = found.get(edge, 0) + amount
             case Settle():
-                amount = sum(move.elements for move in one.moves) * itemsize * (1 + (one.value in flowing))
+                amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
                 for reader in readers.get(one.value, ()):
                     edge = one.value, reader
                     found[edge] = found.get(edge, 0) + amount // len(readers[one.value])
@@ -212,7 +232,7 @@ def _layers(boxes: Sequence[_Box]) -> tuple[list[list[_Place]], dict[tuple[str, 
                 chain.append(lane)
             chain.append(places[box.name])
             chains[name, box.name] = chain
-            for upper, lower in zip(chain, chain[1:], strict=False):
+            for upper, lower in pairwise(chain):
                 upper.below.append(lower)
                 lower.above.append(upper)
     return rows, chains
@@ -241,8 +261,12 @@ def _place(rows: list[list[_Place]]) -> float:
             x += place.width + GAP_X
     for turn in range(PASSES):
         for row in rows if turn % 2 == 0 else reversed(rows):
+            spine = [place for place in row if not place.light]
             wanted = []
             for place in row:
+                if len(spine) == 1 and place is spine[0]:  # all goes through it: such boxes stand in one column
+                    wanted.append(-place.width / 2)
+                    continue
                 near = [(p.x + p.width / 2, _pull(place, p)) for p in place.above + place.below]
                 weight = sum(pull for _, pull in near)
                 middle = sum(x * pull for x, pull in near) / weight if weight else place.x + place.width / 2
@@ -256,10 +280,10 @@ def _place(rows: list[list[_Place]]) -> float:
 
 
 def _pull(place: _Place, other: _Place) -> float:
-    """How much an edge wants to be straight: lanes most, the input of a box that also reads another least."""
-    if place.box is not None and other.box is not None and other.box.cut is None and len(place.above) > 1:
-        return 0.0
-    return 3.0 if place.box is None and other.box is None else 1.0
+    """How much an edge wants to be straight: between boxes more than where it passes boxes by."""
+    if place.box is None:
+        return 3.0 if other.box is None else 1.0
+    return 0.1 if other.box is None or other.light else 1.0
 
 
 def _extent(rows: Sequence[Sequence[_Place]]) -> float:
@@ -281,8 +305,8 @@ def _spread(row: Sequence[_Place], wanted: Sequence[float]) -> None:
                 break
             for other in others:
                 offsets[id(other)] += reach
-            count = len(members) + len(others)
-            joined = (before * len(members) + (after - reach) * len(others)) / count
+            here, there = sum(p.weight for p in members), sum(p.weight for p in others)
+            joined = (before * here + (after - reach) * there) / (here + there)
             blocks[-2:] = [(joined, members + others)]
     for start, members in blocks:
         for place in members:
@@ -316,13 +340,14 @@ def _draw_box(place: _Place, top: float, ranks: int) -> str:
     fill, line, _ = COLOURS[kind_of(box.cut)]
     parts = f"{box.cut.parts} of {ranks} ranks" if box.cut.parts < ranks else ""
     left = place.x + 62
+    room = int((BOX_WIDTH - 76 - 9 * len(str(box.cut))) / 7.2)
     return "\n".join(
         [
             f'<rect x="{place.x:.1f}" y="{top:.1f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
             f'stroke="{line}" stroke-width="1.3"/>',
             _glyph(place.x + 8, top + 9, 46, 44, box.shape, box.cut, line),
-            _text(left, top + 18, _shortened(box.name, 18), 12, "#0f172a", weight="bold"),
-            _text(left, top + 34, _shortened(box.words, 29), 11, "#334155"),
+            _text(left, top + 18, _shortened(box.name, room), 12, "#0f172a", weight="bold"),
+            _text(left, top + 34, _shortened(box.words, 33), 11, "#334155"),
             _text(left, top + 51, shape, 11, "#334155"),
             _text(place.x + BOX_WIDTH - 8, top + 18, str(box.cut), 13, line, weight="bold", anchor="end"),
             _text(place.x + BOX_WIDTH - 8, top + 51, parts, 10, line, anchor="end"),
@@ -415,88 +440,15 @@ def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int, labels: lis
         if place is not chain[-1]:
             points.append((x, tops[place.row] + BOX_HEIGHT))
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         bend = (y1 - y0) / 2
-        path += f"L{x1:.1f} {y1:.1f}" if x0 == x1 else f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"
+        curve = f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} "
+        path += f"{'L' if x0 == x1 else curve}{x1:.1f} {y1:.1f}"
     end_x, end_y = points[-1]
-    tip = f'<path d="M{end_x - 4:.1f} {end_y - 7:.1f}L{end_x + 4:.1f} {end_y - 7:.1f}L{end_x:.1f} {end_y:.1f}z" fill="{colour}"/>'
+    tip = f'<path d="M{end_x:.1f} {end_y:.1f}l-4 -7h8z" fill="{colour}"/>'
     if sent:
         (x0, y0), (x1, y1) = points[-2], points[-1]
         labels.append(_pill((x0 + x1) / 2, (y0 + y1) / 2, show_bytes(sent)))
-    return f'<path d="{path}" stroke="{colour}" stroke-width="1" fill="none"{dash}/>' if path else ""
-
-
-def _block(x: float, y: float, size: float, cut: Cut, line: str) -> str:
-    slant = size * 0.34
-    front = size - slant
-    top = y + slant
-    faces = (
-        f'<path d="M{x:.1f} {top:.1f}l{slant:.1f} {-slant:.1f}h{front:.1f}v{front:.1f}l{-slant:.1f} {slant:.1f}'
-        f'h{-front:.1f}z" fill="white" stroke="{line}" stroke-width="0.9"/>'
-    )
-    edges = [(x, top, x + front, top), (x + front, top, x + front, top + front),
-             (x + front, top, x + size, y)]  # fmt: skip
-    cuts: list[tuple[float, float, float, float]] = []
-    rows, columns = _shown(cut, "h"), _shown(cut, "w")
-    for i in range(1, rows):
-        at = top + front * i / rows
-        cuts += [(x, at, x + front, at), (x + front, at, x + size, at - slant)]
-    for i in range(1, columns):
-        at = x + front * i / columns
-        cuts += [(at, top, at, top + front), (at, top, at + slant, top - slant)]
-    sheets = max(_shown(cut, "c"), _shown(cut, "d"))
-    for i in range(1, sheets):
-        by = slant * i / sheets
-        cuts += [(x + by, top - by, x + front + by, top - by), (x + front + by, top - by, x + front + by,
-                 top + front - by)]  # fmt: skip
-    hatch = [(x, top + front * i / 4, x + front * (4 - i) / 4, top + front) for i in range(4)]
-    hatch += [(x + front * i / 4, top, x + front, top + front * (4 - i) / 4) for i in range(1, 4)]
-    summed = _lines(hatch, line, dashed=True) if cut.degree("k") > 1 else ""
-    return faces + _lines(edges, line) + _lines(cuts, line) + summed
-
-
-def _bar(x: float, y: float, size: float, cut: Cut, line: str) -> str:
-    tall = max(size * 0.3, 5.0)
-    top = y + (size - tall) / 2
-    parts = max(_shown(cut, "c"), _shown(cut, "w"), _shown(cut, "h"))
-    cuts = [(x + size * i / parts, top, x + size * i / parts, top + tall) for i in range(1, parts)]
-    hatch = [(x + size * i / 5, top, x + size * (i + 1) / 5, top + tall) for i in range(5)]
-    summed = _lines(hatch, line, dashed=True) if cut.degree("k") > 1 else ""
-    outline = (
-        f'<rect x="{x:.1f}" y="{top:.1f}" width="{size:.1f}" height="{tall:.1f}" fill="white" stroke="{line}" '
-        'stroke-width="0.9"/>'
-    )
-    return outline + _lines(cuts, line) + summed
-
-
-def _shown(cut: Cut, letter: str) -> int:
-    return min(cut.degree(letter), MOST_LINES)
-
-
-def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int, labels: list[str]) -> str:
-    """A smooth line from box to box; where rows travel it is thick and a label with their bytes joins `labels`."""
-    colour, thick = (TRAVEL, 2.2) if sent else ("#94a3b8", 1.2)
-    points = []
-    for place in chain:
-        x = place.x + place.width / 2
-        if place is not chain[0]:
-            points.append((x, tops[place.row] + (12 if place.box is not None and place.box.cut is None else 0)))
-        if place is not chain[-1]:
-            points.append((x, tops[place.row] + BOX_HEIGHT))
-    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        bend = (y1 - y0) / 2
-        path += f"L{x1:.1f} {y1:.1f}" if x0 == x1 else f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}"
-    end_x, end_y = points[-1]
-    tip = f'<path d="M{end_x - 4:.1f} {end_y - 7:.1f}L{end_x + 4:.1f} {end_y - 7:.1f}L{end_x:.1f} {end_y:.1f}z" fill="{colour}"/>'
-    if sent:
-        (x0, y0), (x1, y1) = points[-2], points[-1]
-        text = show_bytes(sent)
-        x, y, wide = (x0 + x1) / 2, (y0 + y1) / 2, 6.2 * len(text) + 10
-        labels.append(
-            f'<rect x="{x - wide / 2:.1f}" y="{y - 9:.1f}" width="{wide:.1f}" height="16" rx="8" fill="white" '
-            f'stroke="{colour}"/>' + _text(x, y + 3, text, 10, colour, anchor="middle")
-        )
     return f'<path d="{path}" stroke="{colour}" stroke-width="{thick}" fill="none"/>{tip}'
 
 
