@@ -30,7 +30,7 @@ PICTURE = click.option(
 @click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the plan as JSON.")
 @PICTURE
 @click.pass_context
-def plan(ctx: click.Context, out: Path | None, picture: Path | None, **options: Any) -> None:
+def plan(ctx: click.Context, /, out: Path | None, picture: Path | None, **options: Any) -> None:
     """Find the plan with the shortest step.
 
     With --cluster from a data sheet, with --timings from a profile; with neither it is measured, searched and raced

@@ -122,7 +122,7 @@ def picture(
     ]
     labels: list[str] = []
     for (source, reader), chain in chains.items():
-        parts.append(_edge(chain, tops, by_edge.get((source, reader), 0), labels))
+        parts.append(_edge(chain, tops, by_edge.get((source, reader)), labels))
     for place in (place for row in rows for place in row if place.box is not None):
         parts.append(_draw_box(place, tops[place.row], ranks))
         within = by_edge.get((place.box.name, place.box.name), 0) if place.box else 0
@@ -163,7 +163,9 @@ def _word(op: str) -> str:
 def edge_bytes(
     graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, itemsize: int, *, losses: bool
 ) -> dict[tuple[str, str], int]:
-    """Bytes between ranks over every edge of layers, forward and backward; an edge whose tiles another brings has 0.
+    """Bytes between ranks over the edges of layers where rows travel, forward and backward.
+
+    An edge that takes the tiles which another one brings has 0.
 
     Partial sums that are added up after a layer are on the edges to its readers, shared evenly.
     """
@@ -171,6 +173,7 @@ def edge_bytes(
     program = step_program(graph, cuts, Boundary("tile", ranks), shares, losses=losses)
     flowing = _flowing(graph)
     found: dict[tuple[str, str], int] = {}
+    moving: set[int] = set()
     readers: dict[str, list[str]] = {}
     for layer in graph.layers:
         for name in layer.reads:
@@ -183,16 +186,22 @@ def edge_bytes(
         match one:
             case Fetch() if not one.identity:
                 amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
-                edge = one.value, one.reader
-                found[edge] = found.get(edge, 0) + amount
+                if amount:
+                    edge = one.value, one.reader
+                    found[edge] = found.get(edge, 0) + amount
+                    moving.add(one.key)
             case Settle():
                 amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
                 for reader in readers.get(one.value, ()):
                     edge = one.value, reader
                     found[edge] = found.get(edge, 0) + amount // len(readers[one.value])
-            case Compute() | Fetch():
+            case Compute():
+                for argument, reference in one.placed.layer.tensors:
+                    if one.sources.get(argument) in moving:
+                        found.setdefault((reference.name, one.placed.layer.name), 0)
+            case Fetch():
                 pass
-    return {edge: amount for edge, amount in found.items() if amount}
+    return found
 
 
 def _flowing(graph: LayerGraph) -> set[str]:
@@ -340,7 +349,7 @@ def _draw_box(place: _Place, top: float, ranks: int) -> str:
     fill, line, _ = COLOURS[kind_of(box.cut)]
     parts = f"{box.cut.parts} of {ranks} ranks" if box.cut.parts < ranks else ""
     left = place.x + 62
-    room = int((BOX_WIDTH - 76 - 9 * len(str(box.cut))) / 7.2)
+    room = int((BOX_WIDTH - 76 - 9 * len(str(box.cut))) / 7.7)
     return "\n".join(
         [
             f'<rect x="{place.x:.1f}" y="{top:.1f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
@@ -429,9 +438,9 @@ def _shown(cut: Cut, letter: str) -> int:
     return min(cut.degree(letter), MOST_LINES)
 
 
-def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int, labels: list[str]) -> str:
+def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int | None, labels: list[str]) -> str:
     """A smooth line from box to box; where rows travel it is thick and a label with their bytes joins `labels`."""
-    colour, thick = (TRAVEL, 2.2) if sent else ("#94a3b8", 1.2)
+    colour, thick = (TRAVEL, 2.2) if sent is not None else ("#94a3b8", 1.2)
     points = []
     for place in chain:
         x = place.x + place.width / 2
