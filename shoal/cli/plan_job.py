@@ -80,7 +80,7 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
     with _missing_kernels(config.timings):
         found = find(model, pins=pins, memory=config.memory, losses=gives_losses(captured))
-        return captured, _report(model, found.plan, found, config.memory, losses=gives_losses(captured))
+        return captured, _report(model, found.plan, found, config.memory, pins, losses=gives_losses(captured))
 
 
 def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
@@ -131,7 +131,7 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
         losses = gives_losses(captured)
         found = chosen.found or find(model, pins=pins, memory=config.memory, losses=losses)
         report = _report(
-            model, chosen.plan, found, config.memory, chosen.race, losses=losses, remembered=chosen.remembered
+            model, chosen.plan, found, config.memory, pins, chosen.race, losses=losses, remembered=chosen.remembered
         )
     told: Report = transport.gather_objects(report)[0]
     tell(1, 1, "")
@@ -156,6 +156,7 @@ def _report(
     plan: Plan,
     found: Found,
     memory: int | None,
+    pins: Mapping[str, Cut],
     race: tuple[Finish, ...] = (),
     *,
     losses: bool,
@@ -165,11 +166,11 @@ def _report(
     cuts = dict(plan.layers)
     known = next((one for one in by_cuts if one.cuts == cuts), None)
     mine = known or price(model, cuts, plan.name, losses=losses)
-    searched = found.candidates and found.candidates[0].cuts == cuts
+    tells = found.candidates[0].cuts == cuts and all(one.extra >= 0 for one in found.why.values())
     return Report(
         plan=plan,
         price=mine,
-        why=found.why if searched else explained(model, cuts),
+        why=found.why if tells else explained(model, cuts, pinned_layers(model.graph, pins)),
         found=found,
         entrants={
             name: next(one for one in by_cuts if one.cuts == dict(entrant.layers))

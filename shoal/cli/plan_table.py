@@ -15,10 +15,11 @@ from shoal.plan import Plan
 from shoal.planning.find import Alternative, Found
 from shoal.planning.price import LayerPrice, Price
 from shoal.planning.stages import stages_of
+from shoal.planning.strategies import followed
 from shoal.units import show_bytes, show_seconds
 
 WIDEST = 120
-NAMES_FROM, NAMES_TO = 14, 40
+NAMES_FROM, NAMES_TO = 12, 40
 """Columns that layers' names may take."""
 
 
@@ -48,7 +49,11 @@ def rows_of(price: Price, graph: LayerGraph) -> list[Row]:
     for layer in price.layers:
         head = home.get(layer.name)
         index = None if head is None else place.get(head)
-        if head is not None and index is not None and groups[index][0].cut == layer.cut:
+        if (
+            head is not None
+            and index is not None
+            and layer.cut in (groups[index][0].cut, followed(groups[index][0].cut))
+        ):
             groups[index].append(layer)
         else:
             place.setdefault(head or layer.name, len(groups))
@@ -92,8 +97,8 @@ def show_layers(console: Console, price: Price, graph: LayerGraph, why: Mapping[
         ]
         for row in rows
     ]
-    headings = ["cut", "ranks", "compute", "commun.", "sent", "memory", "next best cut"]
-    _print_table(console, "layer", [_label(row) for row in rows], headings, cells, left={"cut", "next best cut"})
+    headings = ["cut", "ranks", "compute", "commun.", "sent", "memory", "next best"]
+    _print_table(console, "layer", [_label(row) for row in rows], headings, cells, left={"cut", "next best"})
 
 
 def _label(row: Row) -> tuple[str, str]:
@@ -110,9 +115,12 @@ def _print_table(
 ) -> None:
     """A table whose first column takes the room that the others leave: (name, what may be left out) per row."""
     widths = [max(map(len, (heading, *(row[i] for row in cells)))) for i, heading in enumerate(headings)]
-    room = min(console.width, WIDEST) - sum(widths) - 2 * len(widths)
+    longest = max((len(name) for name, _ in names), default=0)
+    free = min(console.width, WIDEST) - sum(widths)
+    gap = 2 if free - 2 * len(widths) >= min(longest, NAMES_TO) else 1
+    room = free - gap * (len(widths) + 1)  # the last column is padded too
     room = max(NAMES_FROM, min(room, NAMES_TO, max((len(a + b) for a, b in names), default=0)))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     table.add_column(first, no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
@@ -130,7 +138,7 @@ def shortened(name: str, room: int) -> str:
     """
     if len(name) <= room:
         return name
-    head = (room - 1 + 1) // 2
+    head = room // 2
     return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
 
 
