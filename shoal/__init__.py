@@ -15,6 +15,7 @@ from shoal._version import __version__
 if TYPE_CHECKING:
     from shoal import data, errors, zoo
     from shoal.capturing import capture
+    from shoal.cluster import Cluster
     from shoal.config import TrainConfig
     from shoal.execution import (
         ParallelModule,
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
         full_state_dict,
         load_full_state_dict,
     )
-    from shoal.finding import parallelize
+    from shoal.finding import find_plan, parallelize
     from shoal.graph import LayerGraph
     from shoal.partition import Cut
     from shoal.plan import Plan
     from shoal.result import RunResult
+    from shoal.timings import Timings
     from shoal.training import Listener, resume, train
     from shoal.verdict import Verdict
     from shoal.verifying import verify
@@ -49,6 +51,9 @@ __all__ = [
     "RunResult",
     "Plan",
     "Cut",
+    "find_plan",
+    "Cluster",
+    "Timings",
     "zoo",
     "data",
     "errors",
@@ -71,6 +76,9 @@ _HOME = {
     "RunResult": "shoal.result",
     "Plan": "shoal.plan",
     "Cut": "shoal.partition",
+    "find_plan": "shoal.finding",
+    "Cluster": "shoal.cluster",
+    "Timings": "shoal.timings",
 }
 _SUBMODULES = ("zoo", "data", "errors")
 

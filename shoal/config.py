@@ -1,4 +1,4 @@
-"""What a command is asked to do, as one frozen value: a training run, or a comparison with one device.
+"""What a command is asked to do, as one frozen value: a training run, a comparison with one device, a plan.
 
 The command line's flags, a recipe's keys and `OUT/config.yaml` are these fields and no others, so one
 check serves all three. Each field's text below is its help on the command line.
@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
 from shoal.machine import cores
+from shoal.units import parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
 
@@ -34,6 +35,11 @@ def _split_options(value: object) -> object:
     return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
 
 
+def _bytes(value: object) -> object:
+    """`8GiB` is a number of bytes."""
+    return value if value is None else int(parse_quantity(value, "bytes"))
+
+
 def _count(value: object) -> object:
     """`auto` is one worker per core of this machine."""
     return cores() if value == "auto" else value
@@ -51,8 +57,8 @@ Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
 Shape = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_sizes), Field(min_length=1)]
 
 
-class Settings(BaseModel):
-    """What every command asks of a network and its plan. Frozen; unknown names and values out of range are refused."""
+class Checked(BaseModel):
+    """Frozen settings of one command. Unknown names and values out of range are refused with `ConfigError`."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -63,6 +69,24 @@ class Settings(BaseModel):
     )
     described_as: ClassVar[str]
     """What these are settings of, for messages."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
+        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
+        for name in values:
+            if name not in cls.model_fields:
+                raise ConfigError(
+                    f"{source}{name!r} is not a setting of {cls.described_as}.",
+                    suggestion(name, cls.model_fields),
+                )
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _explain(error.errors()[0], cls.model_fields, source) from None
+
+
+class Settings(Checked):
+    """What training and its check ask of a network and its plan."""
 
     model: str = "lenet5"
     """A zoo name, or package.module:factory for your own network."""
@@ -88,20 +112,6 @@ class Settings(BaseModel):
     """Seconds that a worker waits for another before the run fails."""
     threads: int | None = Field(default=None, gt=0)
     """Threads per worker; all cores shared among the workers unless given."""
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
-        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
-        for name in values:
-            if name not in cls.model_fields:
-                raise ConfigError(
-                    f"{source}{name!r} is not a setting of {cls.described_as}.",
-                    suggestion(name, cls.model_fields),
-                )
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise _explain(error.errors()[0], cls.model_fields, source) from None
 
 
 class TrainConfig(Settings):
@@ -176,6 +186,113 @@ class VerifyConfig(Settings):
     """Precision of both sides; float64 leaves a plan no rounding to hide behind."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest relative difference that passes; 1e-9 in float64 and 1e-3 in float32 unless given."""
+
+
+class NetworkConfig(Checked):
+    """A network and the sizes for which it is planned."""
+
+    model: str = "lenet5"
+    """A zoo name, or package.module:factory for your own network."""
+    model_options: Options = Field(default_factory=dict)
+    """Further keywords for the network's factory, such as width=16,depth=3."""
+    input: Shape | None = None
+    """One sample's shape, channels first, such as 3,224,224; a zoo network's published one unless given."""
+    classes: int | None = Field(default=None, gt=0)
+    """Number of classes; a zoo network's published one unless given."""
+    batch: int = Field(default=64, gt=0)
+    """Samples per step, over all workers together."""
+
+
+class ProfileConfig(NetworkConfig):
+    """One profile of a network on this machine."""
+
+    described_as = "a profile"
+
+    workers: Annotated[int, BeforeValidator(_count), Field(gt=0)] = 2
+    """Ranks in all; auto is one per core. A cluster's or a timings file's own number where one is given."""
+    fresh: bool = False
+    """Measure and search anew instead of taking what the cache remembers."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds that a worker waits for another before the command fails."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads per worker; all cores shared among the workers unless given."""
+
+
+class PlanConfig(ProfileConfig):
+    """One search for a plan: on a described cluster, from a timings file, or measured on this machine."""
+
+    described_as = "a search for a plan"
+
+    cluster: str | None = None
+    """Plan for a cluster, by preset or YAML file, from its data sheet; nothing is started."""
+    timings: Path | None = None
+    """Plan from what `shoal profile` wrote; nothing is started."""
+    memory: Annotated[int, BeforeValidator(_bytes), Field(gt=0)] | None = None
+    """Bytes that a worker may hold at most, such as 8GiB."""
+    pin: tuple[str, ...] = ()
+    """A cut that you want, as PATTERN=CUT such as 'classifier.*=c4'; may be repeated, and a later one wins."""
+    batch_norm: Literal["exact", "local"] = "exact"
+    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    race: bool = True
+    """Run the best few plans and the fixed strategies for some real steps, and keep the fastest."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """What no field can see alone."""
+        _check_one_source(self.cluster, self.timings)
+        return self
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """Pattern and cut of every pin, in order."""
+        found: dict[str, str] = {}
+        for pin in self.pin:
+            pattern, equals, cut = pin.rpartition("=")
+            if not (pattern and equals and cut):
+                raise ConfigError(
+                    f"pin {pin!r} is not a pattern and a cut.",
+                    "Write PATTERN=CUT, such as --pin 'classifier.*=c4'; 1 leaves a layer whole.",
+                )
+            found.pop(pattern, None)
+            found[pattern] = cut
+        return found
+
+
+class PricedConfig(NetworkConfig):
+    """With what a plan file is priced, if at all."""
+
+    described_as = "a plan to be shown"
+
+    model: str = ""
+    """The network that the plan is for, to show times and bytes: a zoo name, or package.module:factory."""
+    cluster: str | None = None
+    """Price it on a cluster, by preset or YAML file, from its data sheet."""
+    timings: Path | None = None
+    """Price it from what `shoal profile` wrote."""
+    batch_norm: Literal["exact", "local"] = "exact"
+    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """What no field can see alone."""
+        _check_one_source(self.cluster, self.timings)
+        known = self.cluster is not None or self.timings is not None
+        if known != bool(self.model):
+            raise ConfigError(
+                f"model = {self.model!r} without speeds has no price."
+                if self.model
+                else "speeds without a network have no price.",
+                "Give --model, and --cluster or --timings beside it; or none of them to see the cuts alone.",
+            )
+        return self
+
+
+def _check_one_source(cluster: str | None, timings: Path | None) -> None:
+    if cluster is not None and timings is not None:
+        raise ConfigError(
+            f"--cluster {cluster} and --timings {timings} both say how fast things are.",
+            "Give one: a cluster's data sheet, or what was measured.",
+        )
 
 
 def _explain(detail: ErrorDetails, fields: Mapping[str, FieldInfo], source: str) -> ConfigError:

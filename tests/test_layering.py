@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "moves": {"partition"},
     "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
-    "config": {"errors", "machine"},
+    "config": {"errors", "machine", "units"},
     "result": {"_version"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
@@ -42,7 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "training": NOUNS
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
-    "cli": NOUNS | {"zoo", "data", "launching", "training", "verifying"},
+    "cli": NOUNS
+    | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
+    | {"training", "verifying"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

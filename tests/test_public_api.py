@@ -22,6 +22,9 @@ PUBLIC = [
         "RunResult",
         "Plan",
         "Cut",
+        "find_plan",
+        "Cluster",
+        "Timings",
     ),
     *("zoo", "data", "errors"),
 ]
@@ -61,6 +64,8 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.train",
         "import shoal.cli.verify",
         "import shoal.cli.doctor",
+        "import shoal.cli.plan",
+        "import shoal.cli.profile",
     ],
 )
 def test_import_is_light(statement: str) -> None:

@@ -13,6 +13,8 @@ from shoal.errors import ConfigError, DivergedError, InputError, ShoalError, Sto
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
     "verify": ("shoal.cli.verify:verify", "Compare a plan with one device, number by number."),
+    "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
+    "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
 

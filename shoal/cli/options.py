@@ -1,6 +1,6 @@
 """Options of a command, made from the fields of its settings, so that no flag is written down twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -29,7 +29,14 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
     flag = f"--{name.replace('_', '-')}"
     if field.annotation is bool:  # None where neither was given, so that a recipe's word stands
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
+    if field.annotation == tuple[str, ...]:
+        return click.option(flag, name, metavar="TEXT", multiple=True, help=field.description)
     return click.option(flag, name, metavar=_metavar(field), help=_help(field))
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, for the settings' own check."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
 
 
 def _help(field: FieldInfo) -> str:
@@ -47,4 +54,4 @@ def _metavar(field: FieldInfo) -> str:
         return "C,H,W"
     if get_origin(field.annotation) is dict:
         return "NAME=VALUE,..."
-    return {int: "N", float: "X", Path: "DIR"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "X", Path: "PATH"}.get(kinds[0], "TEXT")

@@ -1,0 +1,246 @@
+"""From settings to a plan and its price: from a cluster's data sheet, from timings, or on ranks that measure.
+
+What can be found wrong without ranks is found before they are started.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from shoal import zoo
+from shoal.cluster import Cluster
+from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
+from shoal.errors import ConfigError, InputError
+from shoal.execution.laying import Captured, capture_modes
+from shoal.finding.auto import choose_plan, cost_model, gives_losses, measured_speeds, parse_pins, racers
+from shoal.finding.race import Finish
+from shoal.graph import LayerGraph
+from shoal.launching import joined, run, surrounding
+from shoal.machine import cores
+from shoal.partition import Cut
+from shoal.plan import Plan
+from shoal.planning.costs import CostModel
+from shoal.planning.find import Alternative, Found, find, pinned_layers
+from shoal.planning.price import Price, price
+from shoal.planning.resolve import resolve
+from shoal.planning.speeds import Speeds
+from shoal.planning.why import explained
+from shoal.profiling.measured import Analytic, Measured
+from shoal.profiling.profile import Progress
+from shoal.timings import Timings
+from shoal.transport import Transport
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan, what it costs, and how it was found. Survives pickling."""
+
+    plan: Plan
+    price: Price
+    why: Mapping[str, Alternative]
+    found: Found
+    entrants: Mapping[str, Price]
+    """What was or would be raced, by name."""
+    race: tuple[Finish, ...] = ()
+    remembered: bool = False
+
+
+def capture(config: NetworkConfig) -> Captured:
+    """The network with the loss that training gives it; no weight of it matters here."""
+    shape = config.input or _published(config.model)
+    model = zoo.build(config.model, input=shape, classes=config.classes, options=config.model_options)
+    return capture_modes(model, (config.batch, *shape), F.cross_entropy)
+
+
+def _published(model: str) -> tuple[int, ...]:
+    if ":" in model:
+        raise ConfigError(f"the shape of a sample for the model {model!r} is not known.", "Give it with --input C,H,W.")
+    if model not in zoo.names():
+        zoo.build(model)  # which says that there is no such network
+    shape: tuple[int, ...] = inspect.signature(getattr(zoo, model)).parameters["input"].default
+    return shape
+
+
+def described(config: PlanConfig) -> tuple[Captured, Report]:
+    """The best plan by a data sheet or by timings. No process is started."""
+    asked = config.workers if "workers" in config.model_fields_set else None
+    pins = parse_pins(config.pins)
+    speeds = _speeds(config.cluster, config.timings, asked)
+    captured = capture(config)
+    ranks = speeds.cluster.ranks
+    check_pins(pins, captured.graphs[True], ranks)
+    model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
+    with _missing_kernels(config.timings):
+        found = find(model, pins=pins, memory=config.memory, losses=gives_losses(captured))
+        return captured, _report(model, found.plan, found, config.memory, pins, losses=gives_losses(captured))
+
+
+def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
+    """The best plan on this machine. Starts `workers` ranks, or joins the world that the environment describes."""
+    pins = parse_pins(config.pins)
+    captured = capture(config)
+    world = surrounding()
+    ranks = world.size if world is not None and world.size > 1 else config.workers
+    check_pins(pins, captured.graphs[True], ranks)
+    return captured, _on_ranks(_choose, config, progress)
+
+
+def profiled(config: ProfileConfig, progress: Progress) -> Timings:
+    """Timings of all that a search over this network asks for, on ranks as `measured` has them."""
+    capture(config)
+    return _on_ranks(_profile, config, progress)
+
+
+def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: Progress) -> Result:
+    world = surrounding()
+    if world is not None and world.size > 1:
+        asked = config.workers if "workers" in config.model_fields_set else None
+        world.workers(asked)
+        with joined(world, timeout=config.timeout):
+            torch.set_num_threads(_threads(config, world.local_size or world.size))
+            return function(config, progress)
+    threads = _threads(config, config.workers)
+    found = run(function, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
+    return found[0]
+
+
+def _threads(config: ProfileConfig, ranks_here: int) -> int:
+    return config.threads or max(1, cores() // ranks_here)
+
+
+def _choose(config: PlanConfig, progress: Progress) -> Report:
+    """On a rank. A collective."""
+    captured, transport, pins = capture(config), Transport(), parse_pins(config.pins)
+    tell = progress if transport.rank == 0 else _silent
+    chosen = choose_plan(
+        captured, transport, batch_norm=config.batch_norm, memory=config.memory, pins=pins, racing=config.race,
+        fresh=config.fresh, progress=tell,
+    )  # fmt: skip
+    timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
+    model = cost_model(captured, Measured(timings, _dtype(captured)), transport.world, batch_norm=config.batch_norm)
+    report: Report | None = None
+    if transport.rank == 0:
+        losses = gives_losses(captured)
+        found = chosen.found or find(model, pins=pins, memory=config.memory, losses=losses)
+        report = _report(
+            model, chosen.plan, found, config.memory, pins, chosen.race, losses=losses, remembered=chosen.remembered
+        )
+    told: Report = transport.gather_objects(report)[0]
+    tell(1, 1, "")
+    return told
+
+
+def _profile(config: ProfileConfig, progress: Progress) -> Timings:
+    """On a rank. A collective."""
+    captured, transport = capture(config), Transport()
+    tell = progress if transport.rank == 0 else _silent
+    timings = measured_speeds(captured, transport, progress=tell, fresh=config.fresh)
+    tell(1, 1, "")
+    return timings
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """Of several ranks one tells."""
+
+
+def _report(
+    model: CostModel,
+    plan: Plan,
+    found: Found,
+    memory: int | None,
+    pins: Mapping[str, Cut],
+    race: tuple[Finish, ...] = (),
+    *,
+    losses: bool,
+    remembered: bool = False,
+) -> Report:
+    by_cuts = [*found.candidates, *found.fixed]
+    cuts = dict(plan.layers)
+    known = next((one for one in by_cuts if one.cuts == cuts), None)
+    mine = known or price(model, cuts, plan.name, losses=losses)
+    tells = found.candidates[0].cuts == cuts and all(one.extra >= 0 for one in found.why.values())
+    return Report(
+        plan=plan,
+        price=mine,
+        why=found.why if tells else explained(model, cuts, pinned_layers(model.graph, pins)),
+        found=found,
+        entrants={
+            name: next(one for one in by_cuts if one.cuts == dict(entrant.layers))
+            for name, entrant in racers(found, memory).items()
+        },
+        race=race,
+        remembered=remembered,
+    )
+
+
+def check_pins(pins: Mapping[str, Cut], graph: LayerGraph, ranks: int) -> None:
+    """A pin that matches no layer, or that does not fit the layers it matches, is a `PlanError`."""
+    pinned = pinned_layers(graph, pins)
+    if pinned:
+        resolve(Plan(name="of the pins", ranks=ranks, layers=tuple(pinned.items())), graph, ranks)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan file under a cost model."""
+
+    graph: LayerGraph
+    price: Price
+    model: CostModel
+    losses: bool
+
+
+def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
+    """Each plan's price. A plan that does not fit the network or the cluster is an `InputError`."""
+    captured = capture(config)
+    graph = captured.graphs[True]
+    losses = gives_losses(captured)
+    also = [layer.name for layer in captured.graphs[False].layers]
+    found = []
+    for plan in plans:
+        speeds = _speeds(config.cluster, config.timings, plan.ranks)
+        model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
+        with _missing_kernels(config.timings):
+            cuts = resolve(plan, graph, plan.ranks, also).cuts
+            found.append(Priced(graph, price(model, cuts, plan.name, losses=losses), model, losses))
+    return found
+
+
+def _speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:
+    if timings is None:
+        assert cluster is not None
+        known = Cluster.load(cluster)
+        return Analytic(known.first(ranks or known.ranks))
+    measured = Timings.load(timings)
+    if ranks not in (None, measured.ranks):
+        raise InputError(
+            f"timings {str(timings)!r} were measured with {measured.ranks} ranks; {ranks} are asked for.",
+            f"Measure with `shoal profile --workers {ranks}`, or use {measured.ranks} ranks.",
+        )
+    return Measured(measured)
+
+
+@contextmanager
+def _missing_kernels(timings: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        if timings is None or "no measurement" not in str(error):
+            raise
+        raise InputError(
+            f"timings {str(timings)!r} hold {error.args[0]} at this size.",
+            "Run `shoal profile` with the same --model, --input, --classes and --batch.",
+        ) from None
+
+
+def _dtype(captured: Captured) -> str:
+    found = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
+    return str(found).removeprefix("torch.")

@@ -1,0 +1,104 @@
+"""The picture of a plan: well-formed, every stage and edge in it, nothing on top of anything else."""
+
+import re
+from itertools import combinations
+from xml.etree import ElementTree
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.cluster import Cluster
+from shoal.execution.laying import Captured, capture_modes
+from shoal.finding.auto import cost_model, gives_losses
+from shoal.partition import Cut
+from shoal.planning import resolve
+from shoal.planning.picture import BOX_HEIGHT, BOX_WIDTH, COLOURS, edge_bytes, kind_of, picture
+from shoal.planning.price import price
+from shoal.planning.stages import stages_of
+from shoal.profiling.measured import Analytic
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Branches(nn.Module):
+    """A residual, a concatenation of branches of unequal length, and a name that XML must not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.long = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
+        self.short = nn.Conv2d(8, 4, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import torch
+
+        x = self.first(x).relu()
+        joined = torch.cat([x + self.long(x), self.short(x)], 1)
+        scores: Tensor = self.head(F.adaptive_avg_pool2d(joined, 1).flatten(1))
+        return scores
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return capture_modes(Branches(), (8, 3, 12, 12), F.cross_entropy)
+
+
+def drawn(captured: Captured, plan: str, ranks: int, title: str = "") -> ElementTree.Element:
+    graph = captured.graphs[True]
+    cuts = resolve(plan, graph, ranks).cuts
+    return ElementTree.fromstring(picture(graph, cuts, ranks, title=title, losses=True))
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("plan", ["data", "model", "owt", "spatial", "2x2"])
+def test_every_stage_is_a_box_of_its_own(captured: Captured, plan: str) -> None:
+    root = drawn(captured, plan, 4)
+    boxes = [
+        (float(rect.get("x", "0")), float(rect.get("y", "0")))
+        for rect in root.iter(f"{SVG}rect")
+        if rect.get("width") == str(BOX_WIDTH)
+    ]
+    assert len(boxes) == len(stages_of(captured.graphs[True], 4))
+    for (x, y), (other_x, other_y) in combinations(boxes, 2):
+        assert abs(x - other_x) >= BOX_WIDTH or abs(y - other_y) >= BOX_HEIGHT
+    width, height = float(root.get("width", "0")), float(root.get("height", "0"))
+    assert all(0 <= x <= width - BOX_WIDTH and 0 <= y <= height - BOX_HEIGHT for x, y in boxes)
+    assert {"first", "short", "head", "x", "target"} <= set(texts(root))
+
+
+def test_title_and_cuts_are_written_as_text(captured: Captured) -> None:
+    root = drawn(captured, "spatial", 4, title="a <b> & c")
+    assert "a <b> & c" in texts(root)
+    assert "h2w2" in texts(root)
+
+
+def test_one_rank_moves_nothing(captured: Captured) -> None:
+    root = drawn(captured, "data", 1)
+    assert "0 B of rows travel" in texts(root)[1]
+    assert not any(re.fullmatch(r"[\d.]+ [KM]?i?B", text) for text in texts(root))
+
+
+@pytest.mark.parametrize("plan", ["model", "spatial", "owt", "2x2"])
+def test_bytes_on_the_edges_are_those_of_the_price(captured: Captured, plan: str) -> None:
+    graph = captured.graphs[True]
+    cuts = resolve(plan, graph, 4).cuts
+    model = cost_model(captured, Analytic(Cluster.load("titan-4")), 4)
+    known = price(model, cuts, plan, losses=gives_losses(captured))
+    moved = sum(edge_bytes(graph, cuts, 4, 4, losses=True).values())
+    without_states = {layer.name for layer in graph.layers if not layer.tensors[1:]}
+    assert moved <= known.bytes
+    assert moved >= sum(row.bytes for row in known.layers if row.name in without_states)
+    if plan == "model":  # no copies of parameters, so no gradients are summed
+        sums = sum(row.bytes for row in known.layers) - moved
+        assert sums >= 0
+
+
+def test_kinds_have_colours() -> None:
+    kinds = [kind_of(Cut.parse(text)) for text in ("n4", "c2", "h2", "h2w2", "d2", "k2", "n2k2", "1")]
+    assert kinds == ["n", "c", "h/w", "h/w", "h/w", "k", "mixed", "whole"]
+    assert set(kinds) == set(COLOURS)
