@@ -103,7 +103,7 @@ class Settings(Checked):
 
     workers: Workers = 1
     plan: str = "data"
-    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, auto (searched), or a plan file."""
+    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is searched."""
     batch_norm: Literal["exact", "local"] = "exact"
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     recompute: bool = False

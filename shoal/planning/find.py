@@ -71,7 +71,7 @@ def find(
     """
     pinned = pinned_layers(model.graph, pins or {})
     start = time.perf_counter()
-    tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters))
+    tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters, _per_host(model)))
     built = time.perf_counter()
     sizes = [len(stage.choices) for stage in tables.stages]
     found: dict[tuple[int, ...], Price] = {}
@@ -127,6 +127,11 @@ def _within(
         if price(model, complete(tables.cuts(choice), model.graph), "auto", losses=losses).peak <= memory:
             break
     return found
+
+
+def _per_host(model: CostModel) -> int | None:
+    levels = model.speeds.cluster.levels
+    return levels[0].size if len(levels) > 1 else None
 
 
 def fixed_prices(model: CostModel, *, losses: bool = False) -> tuple[Price, ...]:

@@ -55,12 +55,16 @@ class Stage:
 
 
 def stages_of(
-    graph: LayerGraph, ranks: int, pins: Mapping[str, Cut] | None = None, letters: str = DIMS
+    graph: LayerGraph,
+    ranks: int,
+    pins: Mapping[str, Cut] | None = None,
+    letters: str = DIMS,
+    per_host: int | None = None,
 ) -> tuple[Stage, ...]:
     """The stages of a network in its order. Layers that do not see the batch have no choice and are left out.
 
     `pins`: the cut of some layers, by name, as the user wants them; their stages have that choice alone;
-    `letters`: the dims along which the others may be cut.
+    `letters`: the dims along which the others may be cut; `per_host`: ranks of a host, where there are several hosts.
     """
     pins = pins or {}
     sees_batch = depends_on_input(graph)
@@ -82,7 +86,7 @@ def stages_of(
         else:
             home[layer.name] = len(groups)
             groups.append([op])
-    return tuple(_with_choices(tuple(group), ranks, pins, letters) for group in groups)
+    return tuple(_with_choices(tuple(group), ranks, pins, letters, per_host) for group in groups)
 
 
 def _follows(op: Op) -> bool:
@@ -91,10 +95,12 @@ def _follows(op: Op) -> bool:
     return alike and len(op.layer.reads) == 1
 
 
-def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut], letters: str) -> Stage:
+def _with_choices(
+    ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut], letters: str, per_host: int | None
+) -> Stage:
     pinned = {op.layer.name: pins[op.layer.name] for op in ops if op.layer.name in pins}
     head = ops[0]
-    cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks, letters))
+    cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks, letters, per_host))
     found = []
     for cut in cuts:
         after = followed(cut)
@@ -103,11 +109,12 @@ def _with_choices(ops: tuple[Op, ...], ranks: int, pins: Mapping[str, Cut], lett
     return Stage(ops, tuple(found))
 
 
-def cuts_of(op: Op, ranks: int, letters: str = DIMS) -> Iterator[Cut]:
+def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None) -> Iterator[Cut]:
     """Every cut of a layer along these dims over at most so many ranks, uneven ones too, the whole layer first.
 
     With more than a few ranks the numbers of parts are divisors of theirs, and partial sums (`k`) combine with
-    samples only: the others are never the best there and would be most of the list.
+    samples only: the others would be most of the list. Cuts that reach over hosts of `per_host` ranks come in two
+    orders, with samples on different hosts and with samples on neighbours.
     """
     rule = rule_for(op)
     axes: Sequence[Axis] = () if rule is WHOLE else [axis for axis in rule.axes(op) if axis.letter in letters]
@@ -128,4 +135,7 @@ def cuts_of(op: Op, ranks: int, letters: str = DIMS) -> Iterator[Cut]:
     summed = {axis.letter for axis in axes if axis.summed}
     for chosen in extend(axes, ranks):
         if few or not summed & chosen.keys() or chosen.keys() <= summed | {"n"}:
-            yield Cut.of(**chosen)
+            usual = Cut.of(**chosen)
+            yield usual
+            if per_host is not None and usual.parts > per_host and "n" in chosen and len(chosen) > 1:
+                yield Cut((*usual.degrees[1:], usual.degrees[0]))
