@@ -2,15 +2,18 @@
 
     parameters   this rank's shards, their gradients, and what the optimizer keeps of each
     kept         values and tiles that operators save for backward, each once however many save it
-    working      the gradients and tiles that one layer of backward handles at a time, the largest such layer
+    working      what one layer of backward handles at a time, in the largest such layer: its gradients, and the copies that
+                 kernels make of its tensors in a layout of their own
+    libraries    compiled kernels and the like, a constant
 
-It does not see what kernels use inside, the allocator's rests, and the interpreter itself.
+It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.graph import LayerGraph
+from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program
 from shoal.partition import volume
 
@@ -20,6 +23,9 @@ _SAVES_INPUT = (
     *("pow", "log", "prelu", "celu", "selu"),
 )
 _SAVES_OUTPUT = ("relu.", "sigmoid", "tanh", "softmax", "exp.", "sqrt", "rsqrt", "dropout", "native_dropout")
+LIBRARIES = 32 << 20
+CHANNELS_TOGETHER = 16
+"""Convolutions pad their input's channels to a multiple of this, in a copy."""
 _VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "alias", "contiguous", "expand", "permute", "transpose")
 
 
@@ -63,11 +69,12 @@ class Memory:
     parameters: int
     kept: int
     working: int
+    libraries: int = LIBRARIES
 
     @property
     def total(self) -> int:
-        """The predicted peak."""
-        return self.parameters + self.kept + self.working
+        """The predicted peak above what the process holds before the network is laid."""
+        return self.parameters + self.kept + self.working + self.libraries
 
 
 def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, optimizer_slots: int = 1) -> Memory:
@@ -104,7 +111,7 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
                 for argument, reference in one.placed.layer.tensors
                 if argument in needs and reference.name in graph.specs
             )
-            working = max(working, size + read)
+            working = max(working, _working(one.placed, rank, size, read, itemsize[name]))
         elif isinstance(one, Fetch) and not one.identity:
             tile = one.tiles[rank]
             reader = readers.get(one.key)
@@ -114,3 +121,15 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
                     size *= rows
                 kept += size
     return Memory(parameters, kept, working)
+
+
+def _working(placed: Placed, rank: int, written: int, read: int, itemsize: int) -> int:
+    """Bytes that backward of one layer handles beyond what was kept: gradients of both sides, and kernels' copies."""
+    word = placed.layer.op.split(".")[1]
+    if not word.startswith("conv"):
+        return written + read
+    needs = placed.needs[rank]
+    channels = max(1, len(needs["input"].box[1]))
+    padded = read * -(-channels // CHANNELS_TOGETHER) * CHANNELS_TOGETHER // channels
+    weights = volume(needs["weight"].box) * itemsize
+    return 2 * written + read + padded + max(read, padded) // 2 + 2 * weights
