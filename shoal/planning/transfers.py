@@ -16,8 +16,8 @@ from shoal.planning.boxes import Boxes, Ints
 Floats = NDArray[np.float64]
 SAMPLED_RANKS = 64
 """Beyond so many ranks the busiest is sought among this many, evenly spread, first and last included."""
-_AT_ONCE = 4_000_000
-"""Entries of one temporary array."""
+_AT_ONCE = 100_000
+"""Entries of one temporary array, which should stay in the processor's cache."""
 
 
 def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
@@ -28,24 +28,41 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
     ranks = have.starts.shape[1]
     seen = _seen(ranks, cluster)
     seconds = np.empty(shape)
+    have_starts, have_stops = _by_dim(have.starts), _by_dim(have.stops)
+    need_starts, need_stops = _by_dim(need.starts), _by_dim(need.stops)
+    volumes = need.volumes[None, :, seen].astype(np.float64)
     rows = max(1, _AT_ONCE // (shape[1] * len(seen)))
     for start in range(0, shape[0], rows):
         block = slice(start, start + rows)
-        seconds[block] = _block(have.starts[block], have.stops[block], need, seen, itemsize, cluster)
+        seconds[block] = _block(
+            have_starts[block], have_stops[block], need_starts, need_stops, need, volumes, seen, itemsize, cluster
+        )
     return seconds
 
 
-def _block(starts: Ints, stops: Ints, need: Boxes, seen: Ints, itemsize: int, cluster: Cluster) -> Floats:
+def _block(
+    starts: Floats,
+    stops: Floats,
+    need_starts: Floats,
+    need_stops: Floats,
+    need: Boxes,
+    volumes: Floats,
+    seen: Ints,
+    itemsize: int,
+    cluster: Cluster,
+) -> Floats:
     """The same for some of the cuts."""
-    ranks = need.starts.shape[1]
-    own = _overlap(starts[:, seen], stops[:, seen], need.starts[:, seen], need.stops[:, seen])
+    ranks = need_starts.shape[1]
+    mine_starts, mine_stops = starts[:, seen], stops[:, seen]
+    wanted_starts, wanted_stops = need_starts[:, seen], need_stops[:, seen]
+    own = _overlap(mine_starts, mine_stops, wanted_starts, wanted_stops)
     received_within, sent_within = own, own
-    seconds = np.zeros((starts.shape[0], need.starts.shape[0], len(seen)))
+    seconds = np.zeros((starts.shape[0], need_starts.shape[0], len(seen)))
     inner: Level | None = None
     for level in cluster.levels:
         if level is cluster.levels[-1]:
-            received = np.broadcast_to(need.volumes[None, :, seen].astype(np.float64), seconds.shape)
-            sent = _sent_to_all(starts[:, seen], stops[:, seen], need)
+            received = np.broadcast_to(volumes, seconds.shape)
+            sent = _sent_to_all(mine_starts, mine_stops, need)
         else:
             received, sent = received_within.copy(), sent_within.copy()
             base = seen // level.size * level.size
@@ -54,10 +71,8 @@ def _block(starts: Ints, stops: Ints, need: Boxes, seen: Ints, itemsize: int, cl
                 other = base + ((seen - base) // first * first + offset) % level.size
                 there = other < ranks
                 other = np.minimum(other, ranks - 1)
-                received += there * _overlap(
-                    starts[:, other], stops[:, other], need.starts[:, seen], need.stops[:, seen]
-                )
-                sent += there * _overlap(starts[:, seen], stops[:, seen], need.starts[:, other], need.stops[:, other])
+                received += there * _overlap(starts[:, other], stops[:, other], wanted_starts, wanted_stops)
+                sent += there * _overlap(mine_starts, mine_stops, need_starts[:, other], need_stops[:, other])
         crossings = received - received_within, sent - sent_within
         if level.shared and inner is not None:
             crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
@@ -86,26 +101,32 @@ def _of_hosts(amounts: Floats, hosts: Ints) -> Floats:
     return found
 
 
-def _overlap(starts: Ints, stops: Ints, need_starts: Ints, need_stops: Ints) -> Floats:
+def _overlap(starts: Floats, stops: Floats, need_starts: Floats, need_stops: Floats) -> Floats:
     """(cuts of have, cuts of need, ranks): elements that both have, rank by rank."""
     volume: Floats | None = None
     for dim in range(starts.shape[2]):
-        last = np.minimum(stops[:, None, :, dim], need_stops[None, :, :, dim])
-        first = np.maximum(starts[:, None, :, dim], need_starts[None, :, :, dim])
-        rows = np.maximum(last - first, 0).astype(np.float64)
-        volume = rows if volume is None else volume * rows
+        rows: Floats = np.minimum(stops[:, None, :, dim], need_stops[None, :, :, dim])
+        rows -= np.maximum(starts[:, None, :, dim], need_starts[None, :, :, dim])
+        np.maximum(rows, 0, out=rows)
+        if volume is None:
+            volume = rows
+        else:
+            volume *= rows
     assert volume is not None
     return volume
 
 
-def _sent_to_all(starts: Ints, stops: Ints, need: Boxes) -> Floats:
+def _by_dim(numbers: Ints) -> Floats:
+    """The same, with the numbers of one dim side by side in memory, as floats: quicker to compute with."""
+    return np.ascontiguousarray(numbers.transpose(2, 0, 1), dtype=np.float64).transpose(1, 2, 0)
+
+
+def _sent_to_all(starts: Floats, stops: Floats, need: Boxes) -> Floats:
     """(cuts of have, cuts of need, ranks): elements that all ranks together read of each rank's box."""
     if need.lists is None or need.kinds is None or need.copies is None:
         total = np.zeros((starts.shape[0], need.starts.shape[0], starts.shape[1]))
         for rank in range(need.starts.shape[1]):
-            one = np.broadcast_to(need.starts[:, rank : rank + 1], (*need.starts[:, : starts.shape[1]].shape,))
-            end = np.broadcast_to(need.stops[:, rank : rank + 1], one.shape)
-            total += _overlap(starts, stops, one, end)
+            total += _overlap(starts, stops, _by_dim(need.starts[:, [rank]]), _by_dim(need.stops[:, [rank]]))
         return total
     volume: Floats = np.broadcast_to(
         need.copies[None, :, None].astype(np.float64), (starts.shape[0], len(need.copies), starts.shape[1])
@@ -116,10 +137,10 @@ def _sent_to_all(starts: Ints, stops: Ints, need: Boxes) -> Floats:
     return volume
 
 
-def _read(starts: Ints, stops: Ints, first: Ints, last: Ints) -> Floats:
+def _read(starts: Floats, stops: Floats, first: Ints, last: Ints) -> Floats:
     """How many rows of each span a list of spans reads, those read twice counted twice."""
     found = np.minimum(stops[..., None], last) - np.maximum(starts[..., None], first)
-    total: Floats = np.maximum(found, 0).sum(axis=-1).astype(np.float64)
+    total: Floats = np.maximum(found, 0).sum(axis=-1)
     return total
 
 

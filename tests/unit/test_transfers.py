@@ -50,10 +50,10 @@ def reference(have: Layout, need: Layout, cluster: Cluster) -> float:
     sent = np.zeros((len(cluster.levels), ranks))
     received = np.zeros_like(sent)
     for move in add_moves(have, need):
-        level = cluster.level_of(move.src, move.dst)
-        if level is not None:
-            sent[level, move.src] += volume(move.box) * ITEM
-            received[level, move.dst] += volume(move.box) * ITEM
+        crossed = cluster.level_of(move.src, move.dst)
+        if crossed is not None:
+            sent[crossed, move.src] += volume(move.box) * ITEM
+            received[crossed, move.dst] += volume(move.box) * ITEM
     seconds = np.zeros(ranks)
     for index, level in enumerate(cluster.levels):
         for rank in range(ranks):
