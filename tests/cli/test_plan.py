@@ -45,7 +45,7 @@ def test_fixed_strategies_stand_beside_it(shoal: Shoal) -> None:
     run = shoal("plan", *LENET, "--cluster", "titan-4", "--workers", "2", COLUMNS="120")
     assert run.returncode == 0, run.stderr
     for name in ("data", "model", "owt", "spatial"):
-        assert any(line.split()[:1] == [name] for line in run.stdout.splitlines()), name
+        assert any(name in line.split()[:5] for line in run.stdout.splitlines()), name
     assert "conv1 + relu" in run.stdout
     assert "next best" in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 120
