@@ -76,9 +76,7 @@ def plan(ctx: click.Context, /, out: Path | None, picture: Path | None, **option
     console.print()
     plan_table.show_rivals(console, report.price, report.plan.name, report.entrants, report.found.fixed, report.race)
     if report.remembered:
-        console.print(
-            "The choice is remembered from before; --fresh measures, searches and races again.", soft_wrap=True
-        )
+        console.print("Remembered from before; --fresh measures, searches and races again.")
     for file in (out, picture):
         if file is not None:
             console.print(f"wrote {file}", markup=False, soft_wrap=True)

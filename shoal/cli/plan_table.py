@@ -201,18 +201,23 @@ def show_rivals(
 ) -> None:
     """The fixed strategies and other entrants of the race beside the plan, best prediction first."""
     finishes = {one.name: one.seconds for one in race}
-    others = {**{one.name: one for one in fixed}, **entrants}
-    others.pop(chosen_name, None)
-    ordered = [(chosen_name, chosen), *sorted(others.items(), key=lambda item: item[1].seconds)]
+    everyone = {chosen_name: chosen, **{one.name: one for one in fixed}, **entrants}
+    ordered: list[tuple[list[str], Price]] = []
+    for name, one in sorted(everyone.items(), key=lambda item: (item[0] != chosen_name, item[1].seconds)):
+        alike = next((names for names, other in ordered if other.cuts == one.cuts), None)
+        if alike is None:
+            ordered.append(([name], one))
+        else:  # a strategy that the search found too
+            alike.append(name)
     headings = ["predicted", "ratio", "sent", "peak"] + (["measured", "error"] if race else [])
     cells, names = [], []
-    for name, one in ordered:
+    for alike, one in ordered:
         row = [_time(one.seconds), f"{one.seconds / chosen.seconds:.2f}", _size(one.bytes), show_bytes(one.peak)]
         if race:
-            took = finishes.get(name)
+            took = next((finishes[name] for name in alike if name in finishes), None)
             row += ["-", "-"] if took is None else [_time(took), f"{(one.seconds - took) / took:+.0%}"]
         cells.append(row)
-        names.append((name, " (chosen)" if name == chosen_name else ""))
+        names.append((" = ".join(alike) + (" (chosen)" if chosen_name in alike else ""), ""))
     _print_table(console, "plan", names, headings, cells)
 
 

