@@ -22,7 +22,7 @@ from benchmarks.common.ranks import is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.bench import ddp, step_of
 from shoal.execution.laying import capture_modes, lay
-from shoal.finding.auto import RACED, cost_model, gives_losses, measured_speeds
+from shoal.finding.auto import RACED, cost_model, measured_speeds
 from shoal.plan import Plan
 from shoal.planning.find import find
 from shoal.planning.price import Price
@@ -64,7 +64,7 @@ def main() -> None:
     model = cost_model(
         captured, Measured(timings), transport.world, io="share", batch_norm="local", bucket_bytes=bucket
     )
-    found = transport.gather_objects(find(model, losses=gives_losses(captured)) if transport.rank == 0 else None)[0]
+    found = transport.gather_objects(find(model) if transport.rank == 0 else None)[0]
 
     prices: dict[str, Price] = {one.name: one for one in found.fixed if one.name in PLANS}
     if transport.world > 1:

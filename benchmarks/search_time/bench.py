@@ -19,9 +19,9 @@ from shoal.cluster import Cluster
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import Boundary
 from shoal.partition import DIMS
-from shoal.planning.costs import CostModel, CostTables
+from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.find import EXPOSED, find
+from shoal.planning.find import find
 from shoal.planning.stages import stages_of
 from shoal.profiling.measured import Analytic
 from shoal.zoo.registry import build

@@ -105,7 +105,7 @@ def show(file: Path, picture: Path | None, **options: Any) -> None:
 
     (found,) = plan_job.priced(config, loaded)
     if picture is not None:
-        _draw(picture, config.model, found.graph, found.price, losses=found.losses)
+        _draw(picture, config.model, found.graph, found.price, losses=found.model.losses)
     where = config.cluster or f"timings {config.timings}"
     console.print(_headline(config.model, found.graph, loaded, where) + "\n", markup=False, soft_wrap=True)
     plan_table.show_layers(console, found.price, found.graph, explained(found.model, found.price.cuts))

@@ -18,7 +18,7 @@ from shoal.cluster import Cluster
 from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
 from shoal.errors import ConfigError, InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding.auto import choose_plan, cost_model, gives_losses, measured_speeds, parse_pins, racers
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
@@ -26,11 +26,11 @@ from shoal.machine import cores
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel
-from shoal.planning.find import Alternative, Found, find, pinned_layers
+from shoal.planning.find import Found, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.speeds import Speeds
-from shoal.planning.why import explained
+from shoal.planning.why import Alternative, explained
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import Progress
 from shoal.timings import Timings
@@ -79,8 +79,8 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     check_pins(pins, captured.graphs[True], ranks)
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
     with _missing_kernels(config.timings):
-        found = find(model, pins=pins, memory=config.memory, losses=gives_losses(captured))
-        return captured, _report(model, found.plan, found, config.memory, pins, losses=gives_losses(captured))
+        found = find(model, pins=pins, memory=config.memory)
+        return captured, _report(model, found.plan, found, config.memory, pins)
 
 
 def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
@@ -128,11 +128,8 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
     model = cost_model(captured, Measured(timings, _dtype(captured)), transport.world, batch_norm=config.batch_norm)
     report: Report | None = None
     if transport.rank == 0:
-        losses = gives_losses(captured)
-        found = chosen.found or find(model, pins=pins, memory=config.memory, losses=losses)
-        report = _report(
-            model, chosen.plan, found, config.memory, pins, chosen.race, losses=losses, remembered=chosen.remembered
-        )
+        found = chosen.found or find(model, pins=pins, memory=config.memory)
+        report = _report(model, chosen.plan, found, config.memory, pins, chosen.race, remembered=chosen.remembered)
     told: Report = transport.gather_objects(report)[0]
     tell(1, 1, "")
     return told
@@ -159,18 +156,16 @@ def _report(
     pins: Mapping[str, Cut],
     race: tuple[Finish, ...] = (),
     *,
-    losses: bool,
     remembered: bool = False,
 ) -> Report:
     by_cuts = [*found.candidates, *found.fixed]
     cuts = dict(plan.layers)
     known = next((one for one in by_cuts if one.cuts == cuts), None)
-    mine = known or price(model, cuts, plan.name, losses=losses)
-    tells = found.candidates[0].cuts == cuts and all(one.extra >= 0 for one in found.why.values())
+    mine = known or price(model, cuts, plan.name)
     return Report(
         plan=plan,
         price=mine,
-        why=found.why if tells else explained(model, cuts, pinned_layers(model.graph, pins)),
+        why=found.why if found.price.cuts == cuts else explained(model, cuts, pinned_layers(model.graph, pins)),
         found=found,
         entrants={
             name: next(one for one in by_cuts if one.cuts == dict(entrant.layers))
@@ -195,14 +190,12 @@ class Priced:
     graph: LayerGraph
     price: Price
     model: CostModel
-    losses: bool
 
 
 def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
     """Each plan's price. A plan that does not fit the network or the cluster is an `InputError`."""
     captured = capture(config)
     graph = captured.graphs[True]
-    losses = gives_losses(captured)
     also = [layer.name for layer in captured.graphs[False].layers]
     found = []
     for plan in plans:
@@ -210,7 +203,7 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         with _missing_kernels(config.timings):
             cuts = resolve(plan, graph, plan.ranks, also).cuts
-            found.append(Priced(graph, price(model, cuts, plan.name, losses=losses), model, losses))
+            found.append(Priced(graph, price(model, cuts, plan.name), model))
     return found
 
 

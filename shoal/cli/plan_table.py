@@ -12,10 +12,11 @@ from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.partition import Cut
 from shoal.plan import Plan
-from shoal.planning.find import Alternative, Found
+from shoal.planning.find import Found
 from shoal.planning.price import LayerPrice, Price
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import followed
+from shoal.planning.why import Alternative
 from shoal.units import show_bytes, show_seconds
 
 WIDEST = 120

@@ -66,6 +66,7 @@ def cost_model(
         optimizer_slots=optimizer_slots,
         local_statistics=batch_norm == "local",
         bucket_bytes=bucket_bytes or 1 << 20,
+        losses=gives_losses(captured),
     )
 
 
@@ -95,7 +96,7 @@ def find_plan(
     described = described.first(ranks or described.ranks)
     captured = capture_modes(model, example, loss, target)
     priced = cost_model(captured, Analytic(described), described.ranks, io=io, batch_norm=batch_norm)
-    return find(priced, pins=parse_pins(pins), memory=memory, losses=gives_losses(captured))
+    return find(priced, pins=parse_pins(pins), memory=memory)
 
 
 def parse_pins(pins: Mapping[str, str | Cut] | None) -> dict[str, Cut]:
@@ -173,7 +174,7 @@ def choose_plan(
         captured, Measured(timings, _dtype(captured)), transport.world, io=io, batch_norm=batch_norm,
         optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    searched = find(model, pins=pins, memory=memory, losses=gives_losses(captured)) if transport.rank == 0 else None
+    searched = find(model, pins=pins, memory=memory) if transport.rank == 0 else None
     found: Found = transport.gather_objects(searched)[0]
     finishes = ()
     plan = found.plan

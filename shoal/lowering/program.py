@@ -261,6 +261,7 @@ class _Compiler:
 
     def fetch(self, value: str, tiles: tuple[Need | None, ...], reader: str) -> Fetch:
         """The instruction that brings `value` to `tiles`; one that several readers share is added once."""
+        tiles = tuple(Need(tile.box) if tile is not None and not tile.padded else tile for tile in tiles)
         if (value, tiles) in self.known:
             return self.known[value, tiles]
         have = self.layouts[value]

@@ -77,6 +77,13 @@ WHOLE = Whole()
 
 def rule_for(op: Op) -> Rule:
     """The rule of an operator; `WHOLE` where there is none for it or for the way it is called."""
+    if "rule" not in op.found:
+        op.found["rule"] = _rule_for(op)
+    found: Rule = op.found["rule"]
+    return found
+
+
+def _rule_for(op: Op) -> Rule:
     word = op.layer.op.split(".")[1]
     rule = _RULES.get(word, WHOLE)
     if rule is WHOLE or not all(map(all, [op.out, *op.shapes.values()])):  # nothing to cut where there are no elements

@@ -70,6 +70,25 @@ def needed_boxes(op: Op, argument: str, cuts: Sequence[Cut], ranks: int) -> Boxe
     return _boxes(op, cuts, ranks, read)
 
 
+def padding_boxes(op: Op, argument: str, cuts: Sequence[Cut], ranks: int) -> Boxes | None:
+    """The rows of padding around what each rank reads, as spans from minus those before to those after.
+
+    None where no cut pads anything.
+    """
+    rule = rule_for(op)
+    if rule is WHOLE:
+        return None
+
+    def padded(part: Part) -> Box | None:
+        need = rule.needs(op, part).get(argument)
+        if need is None:
+            return None
+        return tuple(Span(-before, after) for before, after in need.pad or ((0, 0),) * len(need.box))
+
+    found = _boxes(op, cuts, ranks, padded)
+    return found if found.starts.any() or found.stops.any() else None
+
+
 def _everywhere(shape: Sequence[int], count: int, ranks: int) -> Boxes:
     dims = max(len(shape), 1)
     stops = np.broadcast_to(np.array(list(shape) or [1], dtype=np.int64), (count, ranks, dims))

@@ -13,20 +13,21 @@ This is what the search minimises, exactly; `shoal.planning.price` then plays th
 overlap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.cluster import Level
 from shoal.graph import LayerGraph, State
-from shoal.lowering.boundary import Boundary, even_shares, samples
+from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut, Span, cut, volume
-from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes
+from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.elimination import Factor
 from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
@@ -34,6 +35,10 @@ from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
 
 SHARED_ENTRIES = 1_000_000
 """The largest table in which transfers that several readers share are counted once."""
+EXPOSED = (1.0, 0.5, 0.2, 0.0)
+"""Shares of the gradients' sums that backward may fail to hide."""
+PLAYED_RANKS = 64
+"""Up to so many ranks a plan is played through move by move; beyond, its price is the tables'."""
 PAIR_BYTES = 64 << 10
 """Sums up to this size cost two ranks one message each."""
 
@@ -64,6 +69,11 @@ class Edge:
     memory: Floats
     """Bytes of tiles that are not what the rank owns."""
 
+    @property
+    def variables(self) -> tuple[int, ...]:
+        """The stages whose choices it depends on, in the order of its tables' axes."""
+        return self.readers if self.source is None else (self.source, *self.readers)
+
 
 @dataclass(frozen=True)
 class CostTables:
@@ -81,13 +91,13 @@ class CostTables:
             Factor((index,), cost.compute + cost.sums + cost.update + exposed * cost.gradients)
             for index, cost in enumerate(self.costs)
         ]
-        found += [Factor(_variables(edge), edge.seconds) for edge in self.edges]
+        found += [Factor(edge.variables, edge.seconds) for edge in self.edges]
         return [*found, *self.forbidden]
 
     def weights(self) -> list[Factor]:
         """Bytes per rank, an upper bound: the largest part of every stage, wherever it is."""
         found = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
-        return [*found, *(Factor(_variables(edge), edge.memory) for edge in self.edges)]
+        return [*found, *(Factor(edge.variables, edge.memory) for edge in self.edges)]
 
     def cuts(self, choice: Sequence[int]) -> dict[str, Cut]:
         """The cut of every layer under one choice per stage."""
@@ -96,9 +106,15 @@ class CostTables:
             found.update(stage.cuts(chosen))
         return found
 
-
-def _variables(edge: Edge) -> tuple[int, ...]:
-    return edge.readers if edge.source is None else (edge.source, *edge.readers)
+    def choice_of(self, cuts: Mapping[str, Cut]) -> tuple[list[int], set[int]]:
+        """The choice of every stage that gives its layers these cuts, and the stages that have no such choice."""
+        choice, foreign = [], set()
+        for index, stage in enumerate(self.stages):
+            mine = tuple(cuts[op.layer.name] for op in stage.ops)
+            if mine not in stage.choices:
+                foreign.add(index)
+            choice.append(stage.choices.index(mine) if mine in stage.choices else 0)
+        return choice, foreign
 
 
 @dataclass
@@ -114,8 +130,11 @@ class CostModel:
     """Tensors that the optimizer keeps per parameter: 1 for momentum."""
     local_statistics: bool = False
     bucket_bytes: int = 1 << 20
+    losses: bool = False
+    """Whether the network ends in one loss per sample, which stays where it is computed."""
     _kernels: dict[object, KernelTime] = field(default_factory=dict)
     _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
+    _stage_costs: dict[object, StageCost] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
         """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
@@ -148,9 +167,12 @@ class CostModel:
     # One stage
 
     def _stage_cost(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
-        rows = [self._choice_cost(stage, choice, flowing) for choice in stage.choices]
-        compute, sums, gradients, update, memory = np.array(rows, dtype=np.float64).T
-        return StageCost(compute, sums, gradients, update, memory)
+        flows = tuple((op.layer.name in flowing, *(read in flowing for read in op.layer.reads)) for op in stage.ops)
+        key = (stage.signatures, flows)
+        if key not in self._stage_costs:
+            rows = [self._choice_cost(stage, choice, flowing) for choice in stage.choices]
+            self._stage_costs[key] = StageCost(*np.array(rows, dtype=np.float64).T)
+        return self._stage_costs[key]
 
     def _choice_cost(self, stage: Stage, choice: Sequence[Cut], flowing: frozenset[str]) -> tuple[float, ...]:
         compute = sums = gradients = update = memory = 0.0
@@ -207,19 +229,16 @@ class CostModel:
         """(bytes of the first rank's shard, ranks that hold it, groups that sum at once) of every parameter."""
         rule = rule_for(op)
         found = []
+        needs = rule.needs(op, part)
         for argument, reference in op.layer.tensors:
             if not isinstance(reference, State) or argument in rule.updates(op):
                 continue
             if not self.graph.states[reference.name].differentiable:
                 continue
-            need = rule.needs(op, part).get(argument)
+            need = needs.get(argument)
             if need is None:
                 continue
-            alike = []
-            for letter, _ in chosen.degrees:
-                other = rule.needs(op, {**part, letter: last_span(op, letter, chosen)}).get(argument)
-                if other is not None and other.box == need.box:
-                    alike.append(letter)
+            alike = [letter for letter, _ in chosen.degrees if letter not in cutting(op, argument)]
             group = ranks_over(chosen, "".join(alike))
             if rule is WHOLE:
                 group = tuple(range(self.ranks))
@@ -257,9 +276,37 @@ class CostModel:
                 spec = self.graph.inputs[value]
                 have = layout_boxes(samples(spec.shape, even_shares(self.graph.batch, self.ranks)))
                 for index, argument in places:
-                    seconds, memory = self._moved(have, stages[index], argument, 1)
+                    seconds, memory = self._transfer(have, self._needs(stages[index], argument), 1)
                     found.append(Edge(value, None, (index,), seconds[0], memory[0]))
+        return [*found, *self._boundary_edges(stages, flowing)] if self.ranks <= PLAYED_RANKS else found
+
+    def _boundary_edges(self, stages: Sequence[Stage], flowing: frozenset[str]) -> list[Edge]:
+        """What the first layer reads beyond the tile that its rank passes, and what the result's layout asks for."""
+        found = []
+        value, spec = next(iter(self.graph.inputs.items()))
+        reader = next((index for index, stage in enumerate(stages) if value in dict(stage.reads).values()), None)
+        if self.boundary.io == "tile" and reader is not None:
+            argument = next(argument for argument, read in stages[reader].reads if read == value)
+            have = [layout_boxes(tiles(spec.shape, c[0], self.ranks, channels="k")) for c in stages[reader].choices]
+            need = [needed_boxes(stages[reader].ops[0], argument, [c[0]], self.ranks) for c in stages[reader].choices]
+            found.append(self._one_by_one(value, reader, have, need, 1))
+        last = next((index for index, stage in enumerate(stages) if stage.output == self.graph.output), None)
+        if last is not None and not (self.losses and self.boundary.io == "tile"):
+            cuts = [choice[-1] for choice in stages[last].choices]
+            shares = even_shares(self.graph.batch, self.ranks)
+            shape = self.graph.specs[self.graph.output].shape
+            have = [owned_boxes(stages[last].ops[-1], [one], self.ranks) for one in cuts]
+            need = [
+                layout_boxes(self.boundary.output(self.graph, shares, tiles(shape, one, self.ranks))) for one in cuts
+            ]
+            passes = 1 + (self.graph.output in flowing)
+            found.append(self._one_by_one(self.graph.output, last, have, need, passes))
         return found
+
+    def _one_by_one(self, value: str, stage: int, have: Sequence[Boxes], need: Sequence[Boxes], passes: int) -> Edge:
+        priced = [self._transfer(a, b, passes) for a, b in zip(have, need, strict=True)]
+        seconds = np.array([float(seconds[0, 0]) for seconds, _ in priced])
+        return Edge(value, None, (stage,), seconds, np.array([float(memory[0, 0]) for _, memory in priced]))
 
     def _edges_of(
         self,
@@ -271,38 +318,43 @@ class CostModel:
     ) -> list[Edge]:
         maker = stages[source]
         position = next(i for i, op in enumerate(maker.ops) if op.layer.name == value)
-        have = owned_boxes(maker.ops[position], [choice[position] for choice in maker.choices], self.ranks)
         passes = 1 + (value in flowing)
-        priced = [(index, *self._moved(have, stages[index], arg, passes, (maker, position))) for index, arg in places]
+        priced = [(index, *self._moved((maker, position), stages[index], arg, passes)) for index, arg in places]
         indices = [index for index, _, _ in priced]
         entries = len(maker.choices) * prod(len(stages[index].choices) for index in set(indices))
         if len(places) > 1 and len(set(indices)) == len(indices) and entries <= SHARED_ENTRIES:
             needs = [self._needs(stages[index], argument) for index, argument in places]
-            seconds, memory = _shared(priced, needs)
+            pads = [self._pads(stages[index], argument) for index, argument in places]
+            seconds, memory = _shared(priced, needs, pads)
             return [Edge(value, source, tuple(indices), seconds, memory)]
         return [Edge(value, source, (index,), seconds, memory) for index, seconds, memory in priced if index != source]
 
     def _needs(self, stage: Stage, argument: str) -> Boxes:
         return needed_boxes(stage.ops[0], argument, [choice[0] for choice in stage.choices], self.ranks)
 
-    def _moved(
-        self, have: Boxes, reader: Stage, argument: str, passes: int, made: tuple[Stage, int] | None = None
-    ) -> tuple[Floats, Floats]:
-        """(seconds of all passes, bytes of tiles on the first rank that are not what it owns), by both choices."""
-        key = None
-        if made is not None:
-            key = (_signature(*made), _signature(reader, 0), argument, passes)
-            if key in self._transfers:
-                return self._transfers[key]
-        need = self._needs(reader, argument)
+    def _pads(self, stage: Stage, argument: str) -> tuple[Boxes | None, float]:
+        """The padding around its tiles, and what it is filled with."""
+        op = stage.ops[0]
+        need = rule_for(op).needs(op, first_part(op, Cut())).get(argument)
+        pads = padding_boxes(op, argument, [choice[0] for choice in stage.choices], self.ranks)
+        return pads, 0.0 if need is None else need.fill
+
+    def _moved(self, made: tuple[Stage, int], reader: Stage, argument: str, passes: int) -> tuple[Floats, Floats]:
+        """Between the output of one of a stage's layers and a stage that reads it, by both choices."""
+        maker, position = made
+        key = (maker.signatures[position], reader.signatures[0], argument, passes)
+        if key not in self._transfers:
+            have = owned_boxes(maker.ops[position], [choice[position] for choice in maker.choices], self.ranks)
+            self._transfers[key] = self._transfer(have, self._needs(reader, argument), passes)
+        return self._transfers[key]
+
+    def _transfer(self, have: Boxes, need: Boxes, passes: int) -> tuple[Floats, Floats]:
+        """(seconds of all passes, bytes of tiles on the first rank that are not what it owns), by both cuts."""
         seconds = passes * transfer_seconds(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
         same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
         memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])
-        seconds = seconds + passes * memory * self.speeds.copy_per_byte
-        if key is not None:
-            self._transfers[key] = (seconds, memory)
-        return seconds, memory
+        return seconds + passes * memory * self.speeds.copy_per_byte, memory
 
     def _forbidden(self, stages: Sequence[Stage]) -> list[Factor]:
         users: dict[str, list[tuple[int, int, str]]] = {}
@@ -318,43 +370,59 @@ class CostModel:
                     continue
                 one = needed_boxes(stages[a].ops[i], first, [c[i] for c in stages[a].choices], self.ranks)
                 two = needed_boxes(stages[b].ops[j], second, [c[j] for c in stages[b].choices], self.ranks)
-                same = (one.starts[:, None] == two.starts[None]) & (one.stops[:, None] == two.stops[None])
-                found.append(Factor((a, b), np.where(same.all(axis=(2, 3)), 0.0, np.inf)))
+                found.append(Factor((a, b), np.where(_alike(one, two), 0.0, np.inf)))
         return found
 
 
-def _signature(stage: Stage, position: int) -> object:
-    """Equal for layers whose boxes are equal under equal cuts."""
-    op = stage.ops[position]
-    plain = tuple((name, str(value)) for name, value in op.layer.arguments.items() if name not in op.shapes)
-    return (
-        op.layer.op,
-        op.out,
-        tuple(op.shapes.items()),
-        tuple(item for item in plain if "Value(" not in item[1] and "State(" not in item[1]),
-        tuple(choice[position] for choice in stage.choices),
-    )
-
-
-def _shared(priced: Sequence[tuple[int, Floats, Floats]], needs: Sequence[Boxes]) -> tuple[Floats, Floats]:
-    """One table over the source and all readers, in which readers that need the same boxes pay once."""
+def _shared(
+    priced: Sequence[tuple[int, Floats, Floats]],
+    needs: Sequence[Boxes],
+    pads: Sequence[tuple[Boxes | None, float]],
+) -> tuple[Floats, Floats]:
+    """One table over the source and all readers, in which readers that need the same tiles pay once."""
     count = len(priced)
     seconds: Floats = np.zeros((1,) * (count + 1))
     memory: Floats = np.zeros((1,) * (count + 1))
-    for number, (_, table, tiles) in enumerate(priced):
+    for number, (_, table, held) in enumerate(priced):
         shape = [table.shape[0]] + [table.shape[1] if other == number else 1 for other in range(count)]
         first = np.ones((1,) * count, dtype=bool)
         for earlier in range(number):
             a, b = needs[earlier], needs[number]
             if a.starts.shape[2] != b.starts.shape[2]:
                 continue
-            same = (a.starts[:, None] == b.starts[None]) & (a.stops[:, None] == b.stops[None])
-            alike = same.all(axis=(2, 3))
+            alike = _alike(a, b) & _padded_alike(pads[earlier], pads[number], (len(a.starts), len(b.starts)))
             place = [alike.shape[0] if o == earlier else alike.shape[1] if o == number else 1 for o in range(count)]
             first = first & ~alike.reshape(place)
         seconds = seconds + table.reshape(shape) * first[None]
-        memory = memory + tiles.reshape(shape) * first[None]
+        memory = memory + held.reshape(shape) * first[None]
     return seconds, memory
+
+
+def _alike(a: Boxes, b: Boxes) -> NDArray[np.bool_]:
+    """(cuts of a, cuts of b): whether all ranks have the same boxes."""
+    found = np.ones((len(a.starts), len(b.starts)), dtype=bool)
+    for one, other in ((a.starts, b.starts), (a.stops, b.stops)):
+        first, second = one.reshape(len(one), -1), other.reshape(len(other), -1)
+        _, numbers = np.unique(np.concatenate([first, second]), axis=0, return_inverse=True)
+        numbers = numbers.reshape(-1)
+        found &= numbers[: len(first), None] == numbers[None, len(first) :]
+    return found
+
+
+def _padded_alike(
+    one: tuple[Boxes | None, float], other: tuple[Boxes | None, float], shape: tuple[int, int]
+) -> NDArray[np.bool_]:
+    """(cuts of one, cuts of other): whether all ranks have the same padding, filled with the same."""
+    padded: list[NDArray[np.bool_]] = [
+        np.zeros(length, dtype=bool)
+        if pads is None
+        else np.any(pads.starts, axis=(1, 2)) | np.any(pads.stops, axis=(1, 2))
+        for (pads, _), length in zip((one, other), shape, strict=True)
+    ]
+    both: NDArray[np.bool_] = ~(padded[0][:, None] | padded[1][None])
+    if one[0] is None or other[0] is None or one[1] != other[1]:
+        return both
+    return both | _alike(one[0], other[0])
 
 
 def first_part(op: Op, chosen: Cut) -> Part:
@@ -365,10 +433,21 @@ def first_part(op: Op, chosen: Cut) -> Part:
     return {axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in rule.axes(op)}
 
 
-def last_span(op: Op, letter: str, chosen: Cut) -> Span:
-    """The last part's rows along one letter."""
-    axis = next(axis for axis in rule_for(op).axes(op) if axis.letter == letter)
-    return cut(axis.size, chosen.degree(letter), grain=axis.grain)[-1]
+def cutting(op: Op, argument: str) -> frozenset[str]:
+    """The letters along which a cut of the layer cuts this argument too."""
+    known: dict[str, frozenset[str]] = op.found.setdefault("cutting", {})
+    if argument not in known:
+        rule = rule_for(op)
+        whole = {axis.letter: Span(0, axis.size) for axis in rule.axes(op)}
+        box = rule.needs(op, whole)[argument].box
+        letters = set()
+        for axis in rule.axes(op):
+            if axis.size >= 2 * axis.grain:
+                last = rule.needs(op, {**whole, axis.letter: Span(axis.size - axis.grain, axis.size)}).get(argument)
+                if last is None or last.box != box:
+                    letters.add(axis.letter)
+        known[argument] = frozenset(letters)
+    return known[argument]
 
 
 def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:

@@ -14,25 +14,13 @@ from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
 from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
-from shoal.planning.costs import CostModel, CostTables
+from shoal.planning.costs import EXPOSED, PLAYED_RANKS, CostModel, CostTables
 from shoal.planning.elimination import minimise, minimise_under
-from shoal.planning.price import Price, price
+from shoal.planning.price import Price, price, table_price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import NAMES
-from shoal.units import show_bytes
-
-EXPOSED = (1.0, 0.5, 0.2, 0.0)
-"""Shares of the gradients' sums that backward may fail to hide."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """The next best cut of a layer, all others as they are."""
-
-    cut: Cut
-    extra: float
-    """Seconds that it would add."""
+from shoal.planning.why import Alternative, alternatives, explained_by
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,6 @@ def find(
     *,
     pins: Mapping[str, Cut] | None = None,
     memory: int | None = None,
-    losses: bool = False,
     letters: str = DIMS,
 ) -> Found:
     """The plan with the shortest predicted step. Pure.
@@ -74,38 +61,35 @@ def find(
     tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters, _per_host(model)))
     built = time.perf_counter()
     sizes = [len(stage.choices) for stage in tables.stages]
-    found: dict[tuple[int, ...], Price] = {}
+    optima: dict[tuple[int, ...], float] = {}
     bound = 0.0
     for exposed in EXPOSED:
-        factors = tables.factors(exposed)
         if memory is None:
-            solved = minimise(sizes, factors)
-            choices = [solved.choice]
-            bound = solved.cost
+            solved = minimise(sizes, tables.factors(exposed))
+            optima.setdefault(solved.choice, exposed)
+            bound = solved.cost + model.speeds.step_overhead
         else:
-            choices = _within(tables, sizes, exposed, memory, model, losses)
-        for choice in choices:
-            if choice not in found:
-                found[choice] = price(model, complete(tables.cuts(choice), model.graph), "auto", losses=losses)
+            for choice in _within(tables, sizes, exposed, memory, model):
+                optima.setdefault(choice, exposed)
     searched = time.perf_counter()
-    fixed = () if pinned else fixed_prices(model, losses=losses)
+    found = {choice: _price(model, tables, complete(tables.cuts(choice), model.graph), "auto") for choice in optima}
+    fixed = () if pinned else fixed_prices(model, tables)
     fitting = [one for one in (*found.values(), *fixed) if memory is None or one.peak <= memory]
     if not fitting:
         least = min((*found.values(), *fixed), key=lambda one: one.peak)
         raise PlanError(
-            f"no plan on {model.ranks} ranks was found that needs at most {show_bytes(memory or 0)} on each.",
-            f"The smallest found needs {show_bytes(least.peak)}; give more memory or more ranks, or recompute.",
+            f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
+            f"The smallest found needs {least.peak:,}; give more memory or more ranks, or recompute.",
         )
     best = min(fitting, key=lambda one: one.seconds)
-    ordered = sorted(found.items(), key=lambda item: item[1].seconds)
-    chosen = next((choice for choice, one in ordered if one is best), ordered[0][0])
+    chosen = next((choice for choice, one in found.items() if one is best), None)
     return Found(
         plan=Plan(name=best.name, ranks=model.ranks, layers=tuple(best.cuts.items())),
         price=best,
-        candidates=tuple(one for _, one in ordered),
+        candidates=tuple(sorted(found.values(), key=lambda one: one.seconds)),
         fixed=tuple(sorted(fixed, key=lambda one: one.seconds)),
         bound=bound,
-        why=alternatives(tables, chosen),
+        why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, optima[chosen]),
         table_seconds=built - start,
         search_seconds=searched - built,
         stages=len(sizes),
@@ -113,8 +97,12 @@ def find(
     )
 
 
+def _price(model: CostModel, tables: CostTables, cuts: Mapping[str, Cut], name: str) -> Price:
+    return price(model, cuts, name) if model.ranks <= PLAYED_RANKS else table_price(model, tables, cuts, name)
+
+
 def _within(
-    tables: CostTables, sizes: Sequence[int], exposed: float, memory: int, model: CostModel, losses: bool
+    tables: CostTables, sizes: Sequence[int], exposed: float, memory: int, model: CostModel
 ) -> list[tuple[int, ...]]:
     """Optima under a limit on the tables' memory, which is rougher than the played one: so under several limits."""
     found = []
@@ -124,7 +112,7 @@ def _within(
         except PlanError:
             break
         found.append(choice)
-        if price(model, complete(tables.cuts(choice), model.graph), "auto", losses=losses).peak <= memory:
+        if _price(model, tables, complete(tables.cuts(choice), model.graph), "auto").peak <= memory:
             break
     return found
 
@@ -134,14 +122,14 @@ def _per_host(model: CostModel) -> int | None:
     return levels[0].size if len(levels) > 1 else None
 
 
-def fixed_prices(model: CostModel, *, losses: bool = False) -> tuple[Price, ...]:
-    """The fixed strategies under the same cost model."""
-    found = []
+def fixed_prices(model: CostModel, tables: CostTables) -> tuple[Price, ...]:
+    """The fixed strategies under the same cost model; on many ranks, those whose cuts the tables have."""
     hybrids = [f"{model.ranks // groups}x{groups}" for groups in range(2, model.ranks) if model.ranks % groups == 0]
-    names = [*NAMES, *hybrids]
-    for name in names if model.ranks > 1 else ["data"]:
+    found = []
+    for name in [*NAMES, *hybrids] if model.ranks > 1 else ["data"]:
         cuts = resolve(name, model.graph, model.ranks).cuts
-        found.append(price(model, cuts, name, losses=losses))
+        if model.ranks <= PLAYED_RANKS or not tables.choice_of(cuts)[1]:
+            found.append(_price(model, tables, cuts, name))
     return tuple(found)
 
 
@@ -159,23 +147,4 @@ def pinned_layers(graph: LayerGraph, pins: Mapping[str, Cut]) -> dict[str, Cut]:
         if not matching:
             raise PlanError(f"pin {pattern!r} matches no layer.", suggestion(pattern, dict.fromkeys(names)))
         found.update(dict.fromkeys(matching, cut))
-    return found
-
-
-def alternatives(tables: CostTables, choice: Sequence[int]) -> dict[str, Alternative]:
-    """For every stage its next best choice while all others stay: what the plan's choice is better than."""
-    factors = tables.factors(EXPOSED[1])
-    found = {}
-    for index, stage in enumerate(tables.stages):
-        costs = None
-        for factor in factors:
-            if index in factor.variables:
-                place = tuple(slice(None) if v == index else choice[v] for v in factor.variables)
-                row = factor.costs[place]
-                costs = row if costs is None else costs + row
-        if costs is None or len(stage.choices) < 2:
-            continue
-        order = [other for other in costs.argsort() if other != choice[index]]
-        other = int(order[0])
-        found[stage.name] = Alternative(stage.choices[other][0], float(costs[other] - costs[choice[index]]))
     return found

@@ -2,8 +2,8 @@
 
     parameters   this rank's shards, their gradients, and what the optimizer keeps of each
     kept         values and tiles that operators save for backward, each once however many save it
-    working      what one layer of backward handles at a time, in the largest such layer: its gradients, and the copies that
-                 kernels make of its tensors in a layout of their own
+    working      what one layer of backward handles at a time, in the largest such layer: its gradients, and the copies
+                 that kernels make of its tensors in a layout of their own
     libraries    compiled kernels and the like, a constant
 
 It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.

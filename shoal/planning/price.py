@@ -19,7 +19,7 @@ from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets, step_traffic
 from shoal.moves import Move
 from shoal.operators.base import Part
 from shoal.partition import Cut, volume
-from shoal.planning.costs import CostModel
+from shoal.planning.costs import CostModel, CostTables
 from shoal.planning.memory import Memory, step_memory
 from shoal.planning.transfers import Floats, sum_seconds
 
@@ -39,7 +39,8 @@ class LayerPrice:
     gradients: float = 0.0
     """Of its parameters, most of it behind backward."""
     bytes: int = 0
-    """Sent by all ranks in one step; the gradients' share by what the layer's parameters have of them."""
+    """Sent by all ranks in one step; the gradients' share by what the layer's parameters have of them. 0 where a plan
+    is for too many ranks to be played through."""
     memory: int = 0
     """On the busiest rank: parameters with gradients and optimizer state, and the output."""
 
@@ -76,12 +77,44 @@ class Price:
         return max(memory.total for memory in self.memory)
 
 
-def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, losses: bool = False) -> Price:
+def price(model: CostModel, cuts: Mapping[str, Cut], name: str) -> Price:
     """Play a plan through. A cut that does not fit is a `PlanError`."""
     graph, ranks = model.graph, model.ranks
     shares = even_shares(graph.batch, ranks)
-    program = step_program(graph, cuts, model.boundary, shares, losses=losses)
+    program = step_program(graph, cuts, model.boundary, shares, losses=model.losses)
     return _Player(model, program, name, dict(cuts)).play()
+
+
+def table_price(model: CostModel, tables: CostTables, cuts: Mapping[str, Cut], name: str) -> Price:
+    """A plan's price by the tables alone, for more ranks than can be played through: a serial sum, without bytes."""
+    choice, _ = tables.choice_of(cuts)
+    rows: dict[str, LayerPrice] = {}
+    total = model.speeds.step_overhead
+    parameters = kept = update = 0.0
+    for stage, cost, chosen in zip(tables.stages, tables.costs, choice, strict=True):
+        row = rows[stage.name] = LayerPrice(stage.name, stage.ops[0].layer.op, stage.choices[chosen][0])
+        row.compute, row.sums = float(cost.compute[chosen]), float(cost.sums[chosen])
+        row.gradients, row.memory = float(cost.gradients[chosen]), int(cost.memory[chosen])
+        update += float(cost.update[chosen])
+        parameters += float(cost.memory[chosen])
+        total += row.compute + row.sums + row.gradients + float(cost.update[chosen])
+    for edge in tables.edges:
+        place = tuple(choice[v] for v in edge.variables)
+        rows[tables.stages[edge.readers[0]].name].transfers += float(edge.seconds[place])
+        kept += float(edge.memory[place])
+        total += float(edge.seconds[place])
+    return Price(
+        name=name,
+        cuts=dict(cuts),
+        ranks=model.ranks,
+        seconds=total,
+        compute=sum(row.compute for row in rows.values()),
+        update=update,
+        exposed=sum(row.gradients for row in rows.values()),
+        layers=tuple(rows.values()),
+        memory=(Memory(int(parameters), int(kept), 0),),
+        bytes=0,
+    )
 
 
 class _Player:

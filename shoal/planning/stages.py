@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.graph import LayerGraph, Value
+from shoal.graph import LayerGraph, State, Value
 from shoal.lowering.placement import depends_on_input, most_parts, op_of
 from shoal.operators import elementwise, norms
 from shoal.operators.base import Axis, Op, Rule
@@ -48,6 +48,11 @@ class Stage:
     def reads(self) -> tuple[tuple[str, str], ...]:
         """(argument, value) for every value that the first layer reads; followers read only what stands before."""
         return tuple((arg, ref.name) for arg, ref in self.ops[0].layer.tensors if isinstance(ref, Value))
+
+    @cached_property
+    def signatures(self) -> tuple[str, ...]:
+        """For each op a text that is the same for layers whose parts are the same under the same choices."""
+        return tuple(_signature(op, [choice[i] for choice in self.choices]) for i, op in enumerate(self.ops))
 
     def cuts(self, choice: int) -> dict[str, Cut]:
         """The cut of each of its layers under one choice."""
@@ -139,3 +144,12 @@ def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None
             yield usual
             if per_host is not None and usual.parts > per_host and "n" in chosen and len(chosen) > 1:
                 yield Cut((*usual.degrees[1:], usual.degrees[0]))
+
+
+def _signature(op: Op, cuts: Sequence[Cut]) -> str:
+    plain = [(name, value) for name, value in op.layer.arguments.items() if not _has_tensor(value)]
+    return repr((op.layer.op, op.layer.result, op.out, sorted(op.shapes.items()), plain, [str(cut) for cut in cuts]))
+
+
+def _has_tensor(value: object) -> bool:
+    return isinstance(value, Value | State) or (isinstance(value, tuple) and any(map(_has_tensor, value)))

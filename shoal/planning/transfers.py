@@ -6,6 +6,7 @@ same bytes the other way, in the same time.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,12 @@ from shoal.cluster import Cluster, Level
 from shoal.planning.boxes import Boxes, Ints
 
 Floats = NDArray[np.float64]
+Singles = NDArray[np.float32]
+AnyFloats = TypeVar("AnyFloats", Floats, Singles)
+MANY_RANKS = 16
+"""Beyond so many ranks transfers are priced a little more roughly."""
+MANY_SAMPLED = 16
+"""There the busiest rank is sought among about so many."""
 SAMPLED_RANKS = 64
 """Beyond so many ranks the busiest is sought among this many, evenly spread, first and last included."""
 _AT_ONCE = 100_000
@@ -26,7 +33,9 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
     if have.everywhere or not cluster.levels:
         return np.zeros(shape)
     ranks = have.starts.shape[1]
-    seen = _seen(ranks, cluster)
+    if ranks > MANY_RANKS and need.lists is not None:
+        return _among_many(have, need, itemsize, cluster)
+    seen = _seen(ranks, cluster, SAMPLED_RANKS)
     seconds = np.empty(shape)
     have_starts, have_stops = _by_dim(have.starts), _by_dim(have.stops)
     need_starts, need_stops = _by_dim(need.starts), _by_dim(need.stops)
@@ -83,21 +92,99 @@ def _block(
     return slowest
 
 
-def _seen(ranks: int, cluster: Cluster) -> Ints:
+def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
+    """The same for large clusters, a little rougher and many times faster.
+
+    The busiest rank is sought among a few hosts; what the ranks of a host hold is taken as one box, and what a rank
+    sends within its host as its host's average.
+    """
+    count, ranks = have.starts.shape[:2]
+    seen = _seen(ranks, cluster, MANY_SAMPLED)
+    mine = _small(have.starts[:, seen]), _small(have.stops[:, seen])
+    wanted = _small(need.starts[:, seen]), _small(need.stops[:, seen])
+    volumes = np.multiply.reduce(wanted[1] - wanted[0], axis=0)  # rounded as overlaps are, so that equal ones cancel
+    within = [(_small(starts), _small(stops)) for starts, stops in _held_by_groups(have, seen, cluster)]
+    reads = [
+        np.stack([_read(mine[0][dim], mine[1][dim], *spans) for spans in lists])
+        for dim, lists in enumerate(need.lists or ())
+    ]
+    assert need.kinds is not None
+    assert need.copies is not None
+    kinds, copies = need.kinds, need.copies.astype(np.float32)
+    seconds = np.empty((count, need.starts.shape[0]))
+    rows = max(1, _AT_ONCE // (need.starts.shape[0] * len(seen)))
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        sent_to_all = np.broadcast_to(copies[None, :, None], (len(range(count)[part]), len(copies), len(seen)))
+        for dim, table in enumerate(reads):
+            sent_to_all = sent_to_all * table[kinds[:, dim], part].transpose(1, 0, 2)
+        held = [_overlap_of(starts[:, part], stops[:, part], *wanted) for starts, stops in [mine, *within]]
+        taken = np.zeros_like(held[0])
+        sent_before = held[0]
+        for index, level in enumerate(cluster.levels):
+            last = index == len(cluster.levels) - 1
+            hosts = seen // (cluster.levels[index - 1].size if index else 1)
+            received = (volumes[None] if last else held[index + 1]) - held[index]
+            sent_within = sent_to_all if last else sent_before + _of_hosts(received, seen // level.size, mean=True)
+            sent = sent_within - sent_before
+            if level.shared and index:
+                received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
+            crossing = np.maximum(received, sent) * np.float32(itemsize)
+            taken += np.where(crossing > 0.5, np.float32(level.latency) + crossing / np.float32(level.bandwidth), 0)
+            sent_before = sent_within
+        seconds[part] = taken.max(axis=2)
+    return seconds
+
+
+def _small(numbers: Ints) -> Singles:
+    """By dim first, in single precision: rows of real tensors are exact in it."""
+    return np.ascontiguousarray(numbers.transpose(2, 0, 1), dtype=np.float32)
+
+
+def _overlap_of(starts: Singles, stops: Singles, need_starts: Singles, need_stops: Singles) -> Singles:
+    """(cuts of have, cuts of need, ranks): elements that both have."""
+    volume: Singles | None = None
+    for dim in range(len(starts)):
+        rows: Singles = np.minimum(stops[dim][:, None], need_stops[dim][None])
+        rows -= np.maximum(starts[dim][:, None], need_starts[dim][None])
+        np.maximum(rows, 0, out=rows)
+        volume = rows if volume is None else np.multiply(volume, rows, out=volume)
+    assert volume is not None
+    return volume
+
+
+def _held_by_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[tuple[Ints, Ints]]:
+    """For every level but the outermost, the box around what each seen rank's group holds."""
+    found = []
+    there = (have.volumes > 0)[:, :, None]
+    far = np.iinfo(np.int64).max // 4
+    starts, stops = np.where(there, have.starts, far), np.where(there, have.stops, 0)
+    for level in cluster.levels[:-1]:
+        first = np.arange(0, have.starts.shape[1], level.size)
+        group = seen // level.size
+        low = np.minimum.reduceat(starts, first, axis=1)[:, group]
+        high = np.maximum.reduceat(stops, first, axis=1)[:, group]
+        found.append((np.where(low < far, low, 0), high))
+    return found
+
+
+def _seen(ranks: int, cluster: Cluster, sampled: int) -> Ints:
     """The ranks among which the busiest is sought; all of a host's, where they share its link."""
     shared = [inner.size for inner, level in zip(cluster.levels, cluster.levels[1:], strict=False) if level.shared]
     size = max(shared, default=1)
     hosts = -(-ranks // size)
-    first = np.unique(np.linspace(0, hosts - 1, min(hosts, max(2, SAMPLED_RANKS // size))).astype(np.int64)) * size
+    first = np.unique(np.linspace(0, hosts - 1, min(hosts, max(2, sampled // size))).astype(np.int64)) * size
     found: Ints = (first[:, None] + np.arange(size)).ravel()
     return found[found < ranks]
 
 
-def _of_hosts(amounts: Floats, hosts: Ints) -> Floats:
-    """For every rank what the ranks of its host together have; `hosts`: the host of each, in order."""
+def _of_hosts(amounts: AnyFloats, hosts: Ints, *, mean: bool = False) -> AnyFloats:
+    """For every rank what the ranks of its host have, together or on average; `hosts`: the host of each, in order."""
     first = np.flatnonzero(np.diff(hosts, prepend=-1))
     sums = np.add.reduceat(amounts, first, axis=2)
-    found: Floats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
+    if mean:
+        sums /= np.diff(first, append=len(hosts)).astype(sums.dtype)
+    found: AnyFloats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
     return found
 
 
@@ -137,10 +224,11 @@ def _sent_to_all(starts: Floats, stops: Floats, need: Boxes) -> Floats:
     return volume
 
 
-def _read(starts: Floats, stops: Floats, first: Ints, last: Ints) -> Floats:
+def _read(starts: AnyFloats, stops: AnyFloats, first: Ints, last: Ints) -> AnyFloats:
     """How many rows of each span a list of spans reads, those read twice counted twice."""
-    found = np.minimum(stops[..., None], last) - np.maximum(starts[..., None], first)
-    total: Floats = np.maximum(found, 0).sum(axis=-1)
+    total = np.zeros_like(starts)
+    for low, high in zip(first.tolist(), last.tolist(), strict=True):
+        total += np.maximum(np.minimum(stops, high) - np.maximum(starts, low), 0)
     return total
 
 

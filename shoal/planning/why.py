@@ -1,37 +1,48 @@
-"""Why a plan cuts as it does: for every stage the next best cut, also for a plan that no search found."""
+"""Why a plan cuts as it does: for every stage the next best cut, while all others stay as they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.partition import Cut
-from shoal.planning.costs import CostModel, CostTables
-from shoal.planning.find import EXPOSED, Alternative
+from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.stages import stages_of
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The next best cut of a layer, all others as they are."""
+
+    cut: Cut
+    extra: float
+    """Seconds that it would add."""
 
 
 def explained(
     model: CostModel, cuts: Mapping[str, Cut], pins: Mapping[str, Cut] | None = None
 ) -> dict[str, Alternative]:
-    """The next best cut by the first layer of each stage, all others as they are. Costs what the search's tables do.
+    """The next best cut by the first layer of each stage, also for a plan that no search found.
 
-    `pins`: layers, by name, that have no other cut. Of the shares of gradients' sums that backward may fail to hide,
-    that one is taken under which the plan is best. A stage that is cut as no search would cut it, or that meets such
-    a stage, is left out.
+    Costs what the search's tables do. `pins`: layers, by name, that have no other cut.
     """
-    tables = model.tables(stages_of(model.graph, model.ranks, pins))
-    choice, foreign = [], set()
-    for index, stage in enumerate(tables.stages):
-        mine = tuple(cuts[op.layer.name] for op in stage.ops)
-        if mine not in stage.choices:
-            foreign.add(index)
-        choice.append(stage.choices.index(mine) if mine in stage.choices else 0)
+    return explained_by(model.tables(stages_of(model.graph, model.ranks, pins)), cuts)
+
+
+def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alternative]:
+    """The same where the tables are at hand.
+
+    Of the shares of gradients' sums that backward may fail to hide, that one is taken under which the plan is best. A
+    stage that is cut as no search would cut it, or that meets such a stage, is left out.
+    """
+    choice, foreign = tables.choice_of(cuts)
     met = {v for factor in tables.factors(0.0) if foreign & {*factor.variables} for v in factor.variables}
-    by_share = [_alternatives(tables, choice, foreign | met, exposed) for exposed in EXPOSED]
+    by_share = [alternatives(tables, choice, exposed, foreign | met) for exposed in EXPOSED]
     return max(by_share, key=lambda found: min((one.extra for one in found.values()), default=0.0))
 
 
-def _alternatives(
-    tables: CostTables, choice: Sequence[int], hidden: set[int], exposed: float
+def alternatives(
+    tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
 ) -> dict[str, Alternative]:
+    """The next best choice of every stage but the hidden ones."""
     factors = tables.factors(exposed)
     found = {}
     for index, stage in enumerate(tables.stages):

@@ -17,6 +17,10 @@ MOST_FLOPS = 6e9
 """Larger parts are timed with fewer samples, in proportion: seconds per tile, not minutes."""
 
 
+ENOUGH = 0.2
+"""After so many seconds, and three runs, a tile has been timed well enough."""
+
+
 class _Alone:
     """Stands for the other parts of a layer: sums find nobody to add."""
 
@@ -67,9 +71,13 @@ def time_kernel(
     random: Callable[[str], object],
     *,
     input_grad: bool,
-    together: Callable[[], object] = lambda: None,
+    together: Callable[[float], float] = lambda seconds: seconds,
 ) -> tuple[float, float]:
-    """Median seconds (forward, backward) of one part. `together` is called before each run, to start with others."""
+    """Median seconds (forward, backward) of one part.
+
+    `together` is called before each run, to start with others: with the seconds so far, and gives the most of any rank,
+    so that all stop at once.
+    """
     part, scale = _fewer_samples(op, rule, part)
     forward, backward = [], []
     tensors = _tensors(op, rule, part, dtype, device, input_grad=input_grad)
@@ -84,7 +92,8 @@ def time_kernel(
     )
     grad: Tensor | None = None
     for repeat in range(6):
-        together()
+        if together(sum(forward) + sum(backward)) > ENOUGH and repeat > 3:
+            break
         start = _now(device)
         with torch.enable_grad():
             out = rule.run(call)
@@ -96,8 +105,6 @@ def time_kernel(
         if repeat:  # the first run makes what later ones find
             forward.append(middle - start)
             backward.append(end - middle)
-        if repeat >= 3 and sum(forward) + sum(backward) > 0.2:
-            break
         del out
     return median(forward) * scale, median(backward) * scale
 

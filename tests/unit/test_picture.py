@@ -88,7 +88,7 @@ def edges_and_price(captured: Captured, plan: str) -> tuple[dict[tuple[str, str]
     cuts = resolve(plan, graph, 4).cuts
     model = cost_model(captured, Analytic(Cluster.load("titan-4")), 4)
     edges = edge_bytes(graph, cuts, 4, 4, losses=gives_losses(captured))
-    return edges, price(model, cuts, plan, losses=gives_losses(captured))
+    return edges, price(model, cuts, plan)
 
 
 def test_bytes_on_the_edges_are_those_of_the_price(captured: Captured) -> None:
