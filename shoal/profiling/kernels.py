@@ -79,7 +79,8 @@ def time_kernel(
     so that all stop at once.
     """
     part, scale = _fewer_samples(op, rule, part)
-    forward, backward = [], []
+    forward: list[float] = []
+    backward: list[float] = []
     tensors = _tensors(op, rule, part, dtype, device, input_grad=input_grad)
     wanted = [tensor for tensor in tensors.values() if tensor.requires_grad]
     call = Call(
