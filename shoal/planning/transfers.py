@@ -95,14 +95,15 @@ def _block(
 def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
     """The same for large clusters, a little rougher and many times faster.
 
-    The busiest rank is sought among a few hosts; what the ranks of a host hold is taken as one box, and what a rank
-    sends within its host as its host's average.
+    The busiest rank is sought among a few hosts; what the ranks of a host hold is taken as one box, and what each of
+    them sends within the host as its share of that box.
     """
     count, ranks = have.starts.shape[:2]
     seen = _seen(ranks, cluster, MANY_SAMPLED)
     mine = _small(have.starts[:, seen]), _small(have.stops[:, seen])
     wanted = _small(need.starts[:, seen]), _small(need.stops[:, seen])
     volumes = np.multiply.reduce(wanted[1] - wanted[0], axis=0)  # rounded as overlaps are, so that equal ones cancel
+    shares = _shares_of_groups(have, seen, cluster)
     within = [(_small(starts), _small(stops)) for starts, stops in _held_by_groups(have, seen, cluster)]
     reads = [
         np.stack([_read(mine[0][dim], mine[1][dim], *spans) for spans in lists])
@@ -125,7 +126,10 @@ def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Fl
             last = index == len(cluster.levels) - 1
             hosts = seen // (cluster.levels[index - 1].size if index else 1)
             received = (volumes[None] if last else held[index + 1]) - held[index]
-            sent_within = sent_to_all if last else sent_before + _of_hosts(received, seen // level.size, mean=True)
+            if last:
+                sent_within = sent_to_all
+            else:
+                sent_within = sent_before + _of_hosts(received, seen // level.size) * shares[index][part, None]
             sent = sent_within - sent_before
             if level.shared and index:
                 received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
@@ -153,6 +157,15 @@ def _overlap_of(starts: Singles, stops: Singles, need_starts: Singles, need_stop
     return volume
 
 
+def _shares_of_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[Singles]:
+    """For every level but the outermost, which part of what its group holds each seen rank has."""
+    volumes, found = have.volumes.astype(np.float32), []
+    for level in cluster.levels[:-1]:
+        sums = np.add.reduceat(volumes, np.arange(0, volumes.shape[1], level.size), axis=1)[:, seen // level.size]
+        found.append(volumes[:, seen] / np.maximum(sums, 1))
+    return found
+
+
 def _held_by_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[tuple[Ints, Ints]]:
     """For every level but the outermost, the box around what each seen rank's group holds."""
     found = []
@@ -178,12 +191,10 @@ def _seen(ranks: int, cluster: Cluster, sampled: int) -> Ints:
     return found[found < ranks]
 
 
-def _of_hosts(amounts: AnyFloats, hosts: Ints, *, mean: bool = False) -> AnyFloats:
-    """For every rank what the ranks of its host have, together or on average; `hosts`: the host of each, in order."""
+def _of_hosts(amounts: AnyFloats, hosts: Ints) -> AnyFloats:
+    """For every rank what the ranks of its host together have; `hosts`: the host of each, in order."""
     first = np.flatnonzero(np.diff(hosts, prepend=-1))
     sums = np.add.reduceat(amounts, first, axis=2)
-    if mean:
-        sums /= np.diff(first, append=len(hosts)).astype(sums.dtype)
     found: AnyFloats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
     return found
 

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from shoal.capturing import capture
 from shoal.cluster import Cluster, Device, Efficiency, Level
+from shoal.lowering.placement import op_of
 from shoal.moves import Layout, add_moves
 from shoal.operators.base import Op
 from shoal.partition import Cut, volume, whole
@@ -141,3 +145,18 @@ def test_a_ring_takes_the_slowest_link_that_it_crosses() -> None:
     assert sum_seconds(800, (0, 2), cluster) == pytest.approx(outer.sum_seconds(800, 2))
     assert sum_seconds(800, (0, 2), cluster, groups_per_host=2) == pytest.approx(outer.sum_seconds(1600, 2))
     assert sum_seconds(800, (0, 1, 2, 3), cluster) == pytest.approx(outer.sum_seconds(800, 4))
+
+
+@pytest.mark.parametrize("levels", [(32,), (4, 32)])
+def test_many_ranks_are_priced_as_few_where_parts_are_even(levels: tuple[int, ...]) -> None:
+    """Beyond 16 ranks the sum is rougher: equal where all parts are, and never far where hosts share nothing."""
+    graph = capture(nn.Conv2d(32, 32, 3, padding=1), torch.zeros(32, 32, 16, 16))
+    op = op_of(graph.layers[0], graph)
+    cuts = [Cut.parse(text) for text in ("1", "n32", "c32", "n8c4", "c8n4", "h4w8", "n2h4w4", "n16", "c4")]
+    have = owned_boxes(op, cuts, 32)
+    need = needed_boxes(op, "input", cuts, 32)
+    cluster = cluster_of(*levels, shared=True)
+    found = transfer_seconds(have, need, ITEM, cluster)
+    for a, b in np.ndindex(*found.shape):
+        wanted = reference(layouts(have, a), layouts(need, b), cluster)
+        assert found[a, b] == pytest.approx(wanted, rel=1e-5 if len(levels) == 1 else 0.35), (cuts[a], cuts[b])
