@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.cli.main import main
+
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -27,6 +29,26 @@ def shoal(tmp_path: Path) -> Shoal:
             timeout=timeout,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def shoal_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Shoal:
+    """The same in this process, which need not load torch again: for commands that end before they start anything."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["shoal", *arguments])
+        for name, value in {"NO_COLOR": "1", **variables}.items():
+            monkeypatch.setenv(name, value)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(["shoal", *arguments], code, printed.out, printed.err)
 
     return run
 

@@ -120,7 +120,7 @@ def test_diff(shoal: Shoal, tmp_path: Path) -> None:
         (["--cluster", "titan-4", "--pin", "fc1=h2"], ["'fc1'", "cannot be cut h2"]),
         (["--cluster", "titan-4", "--pin", "fc1=c8"], ["'fc1'", "8 ranks"]),
         (["--pin", "fx1=c2"], ["'fx1'", "Did you mean 'fc1'?"]),
-        (["--cluster", "titan-4", "--memory", "8KiB"], ["8.0 KiB", "more memory"]),
+        (["--cluster", "titan-4", "--memory", "8KiB"], ["8,192 bytes", "more memory"]),
         (["--memory", "8Gb"], ["'8Gb'", "GiB"]),
         (["--model", "lenet6"], ["'lenet6'", "Did you mean 'lenet5'?"]),
         (["--model", "mine:build"], ["'mine:build'", "--input"]),
@@ -136,9 +136,9 @@ def test_diff(shoal: Shoal, tmp_path: Path) -> None:
         (["diff", "four.json", "eight.json"], ["4 ranks", "8"]),
     ],
 )
-def test_refusals(shoal: Shoal, tmp_path: Path, options: list[str], named: list[str]) -> None:
+def test_refusals(shoal_here: Shoal, tmp_path: Path, options: list[str], named: list[str]) -> None:
     plan_file(tmp_path, "four", 4)
     plan_file(tmp_path, "eight", 8)
-    message = refused(shoal, "plan", *options)
+    message = refused(shoal_here, "plan", *options)
     for word in named:
         assert word in message

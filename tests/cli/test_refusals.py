@@ -19,35 +19,35 @@ def refused(shoal: Shoal, *arguments: str, **variables: str) -> str:
     return run.stderr
 
 
-def test_wrong_model_name(shoal: Shoal, tiny: str) -> None:
-    message = refused(shoal, "train", "--model", "resnet19", "--data", tiny, "--out", "out")
+def test_wrong_model_name(shoal_here: Shoal, tiny: str) -> None:
+    message = refused(shoal_here, "train", "--model", "resnet19", "--data", tiny, "--out", "out")
     assert "'resnet19'" in message
     assert "Did you mean 'resnet18'?" in message
     assert "package.module:factory" in message
 
 
-def test_missing_data(shoal: Shoal, tmp_path: Path) -> None:
-    message = refused(shoal, "train", "--data", "pets32", SHOAL_DATA=str(tmp_path / "nowhere"), HOME=str(tmp_path))
+def test_missing_data(shoal_here: Shoal, tmp_path: Path) -> None:
+    message = refused(shoal_here, "train", "--data", "pets32", SHOAL_DATA=str(tmp_path / "nowhere"), HOME=str(tmp_path))
     assert "pets32" in message
     assert "SHOAL_DATA" in message
 
 
-def test_unknown_data(shoal: Shoal) -> None:
-    message = refused(shoal, "train", "--data", "digitz")
+def test_unknown_data(shoal_here: Shoal) -> None:
+    message = refused(shoal_here, "train", "--data", "digitz")
     assert "'digitz'" in message
     assert "digits" in message
 
 
-def test_batch_larger_than_the_data_set(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
-    message = refused(shoal, "train", "--data", tiny, "--batch", "81", "--out", "out")
+def test_batch_larger_than_the_data_set(shoal_here: Shoal, tiny: str, tmp_path: Path) -> None:
+    message = refused(shoal_here, "train", "--data", tiny, "--batch", "81", "--out", "out")
     assert "81" in message
     assert "80" in message
     assert not (tmp_path / "out").exists()
 
 
-def test_corrupt_file(shoal: Shoal, tmp_path: Path) -> None:
+def test_corrupt_file(shoal_here: Shoal, tmp_path: Path) -> None:
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
-    message = refused(shoal, "train", "--data", "npz:broken.npz")
+    message = refused(shoal_here, "train", "--data", "npz:broken.npz")
     assert "broken.npz" in message
 
 
@@ -74,15 +74,15 @@ def test_output_folder_that_holds_a_run(shoal: Shoal, tiny: str) -> None:
         ("epochs: many\n", ["epochs = 'many'", "Passes over"]),
     ],
 )
-def test_recipe_with_a_typo(shoal: Shoal, tmp_path: Path, recipe: str, named: list[str]) -> None:
+def test_recipe_with_a_typo(shoal_here: Shoal, tmp_path: Path, recipe: str, named: list[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe)
-    message = refused(shoal, "train", "recipe.yaml")
+    message = refused(shoal_here, "train", "recipe.yaml")
     for word in named:
         assert word in message
 
 
-def test_recipe_that_is_not_there(shoal: Shoal) -> None:
-    assert "'nothing.yaml'" in refused(shoal, "train", "nothing.yaml")
+def test_recipe_that_is_not_there(shoal_here: Shoal) -> None:
+    assert "'nothing.yaml'" in refused(shoal_here, "train", "nothing.yaml")
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_recipe_that_is_not_there(shoal: Shoal) -> None:
         (["train", "--model", "shoal.zoo:nothing"], ["shoal.zoo:nothing"]),
     ],
 )
-def test_options(shoal: Shoal, arguments: list[str], named: list[str]) -> None:
-    message = refused(shoal, *arguments)
+def test_options(shoal_here: Shoal, arguments: list[str], named: list[str]) -> None:
+    message = refused(shoal_here, *arguments)
     for word in named:
         assert word in message
 
 
-def test_network_that_does_not_fit_the_data(shoal: Shoal, tiny: str) -> None:
-    message = refused(shoal, "train", "--data", tiny, "--model", "alexnet")
+def test_network_that_does_not_fit_the_data(shoal_here: Shoal, tiny: str) -> None:
+    message = refused(shoal_here, "train", "--data", tiny, "--model", "alexnet")
     assert "8x8" in message or "(1, 8, 8)" in message
 
 
