@@ -95,10 +95,17 @@ class Level(_Frozen):
     """Bytes/s that each rank sends while ranks add something up, where that differs from `bandwidth`."""
     sum_latency: Duration | None = None
     """Seconds of a sum of nothing over the ranks of one group, where that is not one latency per message of a ring."""
+    wait: Duration = 0.0
+    """Seconds that ranks lose, beyond the latency, whenever they meet in the middle of computing: one is always later."""
     contention: float = Field(default=0.0, ge=0, le=1)
     """Seconds that computing loses per second of a sum in the background; above 0 where processors carry messages."""
     source: Words
     """Where these numbers are from, in words."""
+
+    @property
+    def meeting(self) -> float:
+        """Seconds of an empty message for which computing ranks stop."""
+        return self.latency + self.wait
 
     def sum_seconds(self, size: float, ranks: int) -> float:
         """Seconds in which a ring of `ranks` adds up `size` bytes over this level's links."""

@@ -208,15 +208,16 @@ class CostModel:
             whole, shared = volume(rule.writes(op, part)), prod(parts[x] for x in letters & summed)
             for level in self._crossed(ranks_over(chosen, "".join(letters & summed))):
                 passes = 1 + (op.layer.name in flowing)
-                seconds += passes * (level.latency + whole * (shared - 1) / shared * self.itemsize / level.bandwidth)
+                seconds += passes * (level.meeting + whole * (shared - 1) / shared * self.itemsize / level.bandwidth)
         return seconds
 
     def small_sum(self, size: float, group: Sequence[int], chosen: Cut) -> float:
         """Seconds of a sum that the layer waits for."""
         if len(group) == 2 and size <= PAIR_BYTES:
-            return sum(level.latency + size / level.bandwidth for level in self._crossed(group))
+            return sum(level.meeting + size / level.bandwidth for level in self._crossed(group))
         per_host = max(1, chosen.parts // len(group))
-        return sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+        waits = sum(level.wait for level in self._crossed(group))
+        return waits + sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
 
     def _crossed(self, group: Sequence[int]) -> list[Level]:
         cluster = self.speeds.cluster

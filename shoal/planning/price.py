@@ -232,7 +232,7 @@ class _Player:
                     crossing[first : first + group] = max(
                         received[index, first : first + group].sum(), sent[index, first : first + group].sum()
                     )
-            duration += np.where(crossing > 0, level.latency + crossing / level.bandwidth, 0.0)
+            duration += np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0)
         copying = copied * self.model.speeds.copy_per_byte
         arrival = starts + duration + copying
         row = self.rows.get(label)

@@ -86,7 +86,7 @@ def _block(
         if level.shared and inner is not None:
             crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
         crossing = np.maximum(*crossings) * itemsize
-        seconds += np.where(crossing > 0, level.latency + crossing / level.bandwidth, 0.0)
+        seconds += np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0)
         received_within, sent_within, inner = received, sent, level
     slowest: Floats = seconds.max(axis=2)
     return slowest
@@ -134,7 +134,7 @@ def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Fl
             if level.shared and index:
                 received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
             crossing = np.maximum(received, sent) * np.float32(itemsize)
-            taken += np.where(crossing > 0.5, np.float32(level.latency) + crossing / np.float32(level.bandwidth), 0)
+            taken += np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
             sent_before = sent_within
         seconds[part] = taken.max(axis=2)
     return seconds

@@ -59,6 +59,7 @@ def _level(name: str, size: int, step: int, transport: Transport, device: torch.
         latency=latency,
         sum_bandwidth=1 / sum_per_byte,
         sum_latency=sum_latency,
+        wait=_wait(transport, device, step, latency),
         contention=_contention(transport, device, ranks),
         shared=name == "network" and step > 1,
         source="measured: messages and sums of 1 KiB to 8 MiB",
@@ -72,6 +73,11 @@ def _host_group(rank: int, size: int) -> tuple[int, ...]:
 
 def _exchange(transport: Transport, device: torch.device, step: int) -> tuple[float, float]:
     """(latency, seconds per byte) of neighbours that send each other messages, all at the same time."""
+    return _fit(transport, device, _neighbours(transport, step))
+
+
+def _neighbours(transport: Transport, step: int) -> Callable[[Tensor], None]:
+    """An exchange of messages with the rank `step` away."""
     index = transport.rank // step
     partner = transport.rank + step if index % 2 == 0 else transport.rank - step
     there = 0 <= partner < transport.world
@@ -82,7 +88,7 @@ def _exchange(transport: Transport, device: torch.device, step: int) -> tuple[fl
             for work in transport.begin_exchange([(partner, tensor)], [(partner, theirs)], _TAG):
                 work.wait()
 
-    return _fit(transport, device, once)
+    return once
 
 
 def _sum(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> tuple[float, float]:
@@ -127,6 +133,31 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     matrix = np.stack([np.ones(len(sizes)), np.array(sizes, dtype=np.float64)], axis=1) * weights[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)
     return max(float(latency), 1e-7), max(float(per_byte), 1e-13)
+
+
+def _wait(transport: Transport, device: torch.device, step: int, latency: float) -> float:
+    """What neighbours that compute some milliseconds between small messages lose at each, beyond the latency."""
+    a = torch.rand(320, 320, device=device)
+    tensor = torch.zeros(4096, device=device)
+    rounds = 20
+
+    def loop(meet: Callable[[], None]) -> float:
+        transport.gather_numbers([0.0])
+        start = time.perf_counter()
+        for _ in range(rounds):
+            for _ in range(4):
+                a @ a
+            meet()
+        return time.perf_counter() - start
+
+    exchange = _neighbours(transport, step)
+    lost = []
+    for repeat in range(6):
+        alone = loop(lambda: None)
+        met = loop(lambda: exchange(tensor))
+        if repeat:
+            lost.append(max(row[0] for row in transport.gather_numbers([(met - alone) / rounds])))
+    return max(0.0, median(lost) - latency)
 
 
 def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> float:
