@@ -162,7 +162,7 @@ def _shares_of_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[Singles
     volumes, found = have.volumes.astype(np.float32), []
     for level in cluster.levels[:-1]:
         sums = np.add.reduceat(volumes, np.arange(0, volumes.shape[1], level.size), axis=1)[:, seen // level.size]
-        found.append(volumes[:, seen] / np.maximum(sums, 1))
+        found.append((volumes[:, seen] / np.maximum(sums, 1)).astype(np.float32))
     return found
 
 
