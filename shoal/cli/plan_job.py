@@ -4,8 +4,7 @@ What can be found wrong without ranks is found before they are started.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,7 @@ from shoal.cluster import Cluster
 from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
 from shoal.errors import ConfigError, InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers
+from shoal.finding.auto import choose_plan, cost_model, dtype_name, measured_speeds, parse_pins, racers
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
@@ -78,9 +77,8 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     ranks = speeds.cluster.ranks
     check_pins(pins, captured.graphs[True], ranks)
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
-    with _missing_kernels(config.timings):
-        found = find(model, pins=pins, memory=config.memory)
-        return captured, _report(model, found.plan, found, config.memory, pins)
+    found = find(model, pins=pins, memory=config.memory)
+    return captured, _report(model, found.plan, found, config.memory, pins)
 
 
 def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
@@ -125,7 +123,7 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
         fresh=config.fresh, progress=tell,
     )  # fmt: skip
     timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
-    model = cost_model(captured, Measured(timings, _dtype(captured)), transport.world, batch_norm=config.batch_norm)
+    model = cost_model(captured, Measured(timings, dtype_name(captured)), transport.world, batch_norm=config.batch_norm)
     report: Report | None = None
     if transport.rank == 0:
         found = chosen.found or find(model, pins=pins, memory=config.memory)
@@ -201,9 +199,8 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
     for plan in plans:
         speeds = _speeds(config.cluster, config.timings, plan.ranks)
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
-        with _missing_kernels(config.timings):
-            cuts = resolve(plan, graph, plan.ranks, also).cuts
-            found.append(Priced(graph, price(model, cuts, plan.name), model))
+        cuts = resolve(plan, graph, plan.ranks, also).cuts
+        found.append(Priced(graph, price(model, cuts, plan.name), model))
     return found
 
 
@@ -219,21 +216,3 @@ def _speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Spe
             f"Measure with `shoal profile --workers {ranks}`, or use {measured.ranks} ranks.",
         )
     return Measured(measured)
-
-
-@contextmanager
-def _missing_kernels(timings: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except KeyError as error:
-        if timings is None or "no measurement" not in str(error):
-            raise
-        raise InputError(
-            f"timings {str(timings)!r} hold {error.args[0]} at this size.",
-            "Run `shoal profile` with the same --model, --input, --classes and --batch.",
-        ) from None
-
-
-def _dtype(captured: Captured) -> str:
-    found = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
-    return str(found).removeprefix("torch.")

@@ -171,7 +171,7 @@ def choose_plan(
     timings = measured_speeds(captured, transport, pins=pins, progress=progress, fresh=fresh)
     progress(0, 1, "searching")
     model = cost_model(
-        captured, Measured(timings, _dtype(captured)), transport.world, io=io, batch_norm=batch_norm,
+        captured, Measured(timings, dtype_name(captured)), transport.world, io=io, batch_norm=batch_norm,
         optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     searched = find(model, pins=pins, memory=memory) if transport.rank == 0 else None
@@ -189,7 +189,8 @@ def choose_plan(
     return Chosen(plan, found, finishes, remembered=False)
 
 
-def _dtype(captured: Captured) -> str:
+def dtype_name(captured: Captured) -> str:
+    """The type that the network trains in, as timings name it."""
     found = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
     return str(found).removeprefix("torch.")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.cluster import Level
 from shoal.transport import Transport
 
-SIZES = (1 << 10, 16 << 10, 256 << 10, 2 << 20, 8 << 20)
+SIZES = (1 << 10, 16 << 10, 8 << 20, 32 << 20)
+"""Two small messages for the latency, two large ones for the speed that lasts beyond what a link lets through at once."""
 _TAG = (1 << 30) + 1
 
 
@@ -62,7 +62,7 @@ def _level(name: str, size: int, step: int, transport: Transport, device: torch.
         wait=_wait(transport, device, step, latency),
         contention=_contention(transport, device, ranks),
         shared=name == "network" and step > 1,
-        source="measured: messages and sums of 1 KiB to 8 MiB",
+        source="measured: messages and sums of 1 KiB to 32 MiB",
     )
 
 
@@ -106,12 +106,12 @@ def _sum(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> 
 
 
 def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], None]) -> tuple[float, float]:
-    """A line through the median seconds of every size, short messages counting as much as long ones."""
+    """(latency, seconds per byte) from the median seconds of every size, the slowest rank's."""
     found: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // 4, device=device)
         times = []
-        for repeat in range(8 if size < 1 << 20 else 5):
+        for repeat in range(12 if size < 1 << 20 else 4):
             transport.gather_numbers([0.0])
             start = time.perf_counter()
             once(tensor)
@@ -123,16 +123,15 @@ def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], No
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency, seconds per byte), neither negative: least squares of relative errors.
+    """(latency, seconds per byte), neither negative: the speed from the two largest sizes, what is left from the others.
 
-    >>> latency, per_byte = fit_line([1000, 1000000], [0.0011, 0.1010])
+    >>> latency, per_byte = fit_line([1000, 2000, 1000000, 2000000], [0.0011, 0.0012, 0.1010, 0.2010])
     >>> round(latency, 6), round(per_byte, 9)
     (0.001, 1e-07)
     """
-    weights = 1 / np.array(seconds)
-    matrix = np.stack([np.ones(len(sizes)), np.array(sizes, dtype=np.float64)], axis=1) * weights[:, None]
-    (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)
-    return max(float(latency), 1e-7), max(float(per_byte), 1e-13)
+    per_byte = max((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]), 1e-13)
+    left = [taken - size * per_byte for size, taken in zip(sizes[:-2], seconds[:-2], strict=True)]
+    return max(median(left), 1e-7), per_byte
 
 
 def _wait(transport: Transport, device: torch.device, step: int, latency: float) -> float:

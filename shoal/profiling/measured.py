@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from shoal.cluster import Cluster
+from shoal.errors import InputError
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import WHOLE
 from shoal.partition import Span
@@ -11,6 +12,16 @@ from shoal.planning.speeds import KernelTime
 from shoal.profiling.kernels import kernel_key
 from shoal.profiling.roofline import flops, roofline
 from shoal.timings import Timings
+
+
+class UnmeasuredError(InputError):
+    """A layer of which the timings know nothing."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"the timings hold no measurement of layer {layer!r} at this size.",
+            "Run `shoal profile` with the same --model, --input, --classes and --batch.",
+        )
 
 
 @dataclass
@@ -62,7 +73,7 @@ class Measured:
         whole = {axis.letter: Span(0, axis.size) for axis in rule.axes(op)} if rule is not WHOLE else {}
         base = self._known(op, rule, whole, frozenset(), input_grad=input_grad)
         if base is None:
-            raise KeyError(f"no measurement of layer {op.layer.name!r}")
+            raise UnmeasuredError(op.layer.name)
         work = max(flops(op, whole, rule), 1.0)
         forward, backward = [], []
         for letter in sorted(cut):

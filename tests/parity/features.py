@@ -1,5 +1,6 @@
 """Cases that run inside the ranks: what a training loop uses beyond one plain step."""
 
+import os
 from typing import Any
 
 import torch
@@ -160,6 +161,21 @@ def other_batches(plan: str | Plan) -> None:
     with torch.no_grad():
         close(model(mine(x)), mine(reference(x)))
         close(model(mine(x)), mine(reference(x)))
+
+
+def searched(folder: str) -> None:
+    """The plan that is found, raced and remembered here gives one device's numbers; layers that share weights agree."""
+    os.environ["SHOAL_CACHE"] = folder
+    reference, (x, y) = network(), batch()
+    for _ in range(2):  # found, then remembered
+        model = shoal.parallelize(network(), x, "auto")
+        torch.autograd.backward(F.cross_entropy(model(mine(x)), mine(y)))
+        reference.zero_grad()
+        torch.autograd.backward(F.cross_entropy(reference(x), y))
+        same_grads(model, reference)
+    assert model.plan.name in ("auto", "auto-2", "auto-3", "data", "model", "owt", "spatial")
+    cuts = dict(model.plan.layers)
+    assert cuts["conv2"].degree("c") == cuts["conv3"].degree("c")
 
 
 def states(plan: str, other: str) -> None:

@@ -1,5 +1,7 @@
 """What a training loop uses beyond one plain step, on real processes, against one device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -46,6 +48,11 @@ SAMPLES_ON_NEIGHBOURS = Plan(name="c2n2", ranks=4, layers=(("*", Cut.parse("c2n2
 @pytest.mark.parametrize("plan", [*PLANS, pytest.param(SAMPLES_ON_NEIGHBOURS, id="c2n2")])
 def test_other_batch_sizes_and_evaluation(on_ranks: RunOnRanks, plan: str | Plan) -> None:
     on_ranks(4, features.other_batches, plan)
+
+
+def test_a_plan_that_is_searched_here(on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    on_ranks(2, features.searched, str(tmp_path / "cache"))
+    assert {path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()} == {"timings", "plan", "race"}
 
 
 @pytest.mark.parametrize(("plan", "other"), [("data", "model"), ("model", "spatial"), ("2x2", "data")])
