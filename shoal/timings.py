@@ -26,6 +26,8 @@ class Timings:
     threads: int
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Seconds forward and backward."""
+    in_situ: dict[str, float] = field(default_factory=dict)
+    """By network: how many times longer its kernels take in a real step than alone, all together."""
     layer_overhead: float = 0.0
     step_overhead: float = 0.0
     update_per_byte: float = 0.0

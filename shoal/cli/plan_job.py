@@ -17,7 +17,7 @@ from shoal.cluster import Cluster
 from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
 from shoal.errors import ConfigError, InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding.auto import choose_plan, cost_model, dtype_name, measured_speeds, parse_pins, racers
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
@@ -123,7 +123,7 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
         fresh=config.fresh, progress=tell,
     )  # fmt: skip
     timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
-    model = cost_model(captured, Measured(timings, dtype_name(captured)), transport.world, batch_norm=config.batch_norm)
+    model = cost_model(captured, Measured(timings), transport.world, batch_norm=config.batch_norm)
     report: Report | None = None
     if transport.rank == 0:
         found = chosen.found or find(model, pins=pins, memory=config.memory)

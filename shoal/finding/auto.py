@@ -2,21 +2,24 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shoal.cluster import Cluster
-from shoal.execution.laying import Captured, capture_modes
+from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.finding import cache
-from shoal.finding.race import Finish, race
+from shoal.finding.race import Finish, race, time_steps
 from shoal.lowering.boundary import IO, Boundary
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel
 from shoal.planning.find import Found, find, pinned_layers
+from shoal.planning.price import price
+from shoal.planning.resolve import resolve
 from shoal.planning.speeds import Speeds
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
@@ -55,7 +58,10 @@ def cost_model(
     optimizer_slots: int = 1,
     bucket_bytes: int | None = None,
 ) -> CostModel:
-    """The cost model of a captured network's training step."""
+    """The cost model of a captured network's training step. Measured speeds are taken as they are for this network."""
+    if isinstance(speeds, Measured):
+        factor = speeds.timings.in_situ.get(cache.graph_fingerprint(captured.graphs[True]), 1.0)
+        speeds = replace(speeds, dtype=dtype_name(captured), in_situ=factor)
     parameters = [t for t in captured.states.values() if t.is_floating_point()]
     return CostModel(
         graph=captured.graphs[True],
@@ -121,9 +127,31 @@ def measured_speeds(
     stages = stages_of(graph, transport.world, pinned_layers(graph, pins or {}))
     dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
     timings = profile(stages, placeholder, transport, captured.device, dtype=dtype, known=known, progress=progress)
+    network = cache.graph_fingerprint(graph)
+    if network not in timings.in_situ:
+        progress(0, 1, "some real steps")
+        factor = _in_situ(captured, transport, timings)
+        timings = replace(timings, in_situ={**timings.in_situ, network: factor})
     if transport.rank == 0:
         cache.save_timings(key, timings)
     return timings
+
+
+def _in_situ(captured: Captured, transport: Transport, timings: Timings) -> float:
+    """How many times longer kernels take in a real step than alone: caches, memory that comes and goes.
+
+    Measured on steps of the plan `data` in which ranks exchange nothing, their mean; 1 where a rank would have no sample.
+    """
+    graph = captured.graphs[True]
+    if graph.batch < transport.world:
+        return 1.0
+    model = cost_model(captured, Measured(timings), transport.world, batch_norm="local")
+    predicted = price(model, resolve("data", graph, transport.world).cuts, "data")
+    laid = lay(captured, "data", transport, io="tile", batch_norm="local", seed=0, bucket_bytes=1 << 20)
+    with laid.no_sync():
+        taken = median(time_steps(laid, captured, transport, slowest=False))
+    beside = predicted.update + timings.step_overhead
+    return max(0.5, (taken - beside) / max(predicted.compute, 1e-9))
 
 
 class _Unknown:
@@ -171,7 +199,7 @@ def choose_plan(
     timings = measured_speeds(captured, transport, pins=pins, progress=progress, fresh=fresh)
     progress(0, 1, "searching")
     model = cost_model(
-        captured, Measured(timings, dtype_name(captured)), transport.world, io=io, batch_norm=batch_norm,
+        captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
         optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     searched = find(model, pins=pins, memory=memory) if transport.rank == 0 else None
