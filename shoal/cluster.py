@@ -97,8 +97,9 @@ class Level(_Frozen):
     """Seconds of a sum of nothing over the ranks of one group, where that is not one latency per message of a ring."""
     wait: Duration = 0.0
     """Seconds that ranks lose, beyond the latency, when they meet in the middle of computing: one is always later."""
-    contention: float = Field(default=0.0, ge=0, le=1)
-    """Seconds that computing loses per second of a sum in the background; above 0 where processors carry messages."""
+    contention: float = Field(default=0.0, ge=0)
+    """Seconds that computing loses to a sum in the background, per second that the sum takes alone; above 0 where
+    processors carry messages."""
     source: Words
     """Where these numbers are from, in words."""
 

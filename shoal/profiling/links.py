@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.cluster import Level
-from shoal.transport import Transport
+from shoal.transport import Transport, Waitable
 
 SIZES = (1 << 10, 16 << 10, 8 << 20, 32 << 20)
 """Two small messages for the latency, two large ones for the speed that lasts beyond what a link lets through at once."""
@@ -82,9 +82,11 @@ def _neighbours(transport: Transport, step: int) -> Callable[[Tensor], None]:
     partner = transport.rank + step if index % 2 == 0 else transport.rank - step
     there = 0 <= partner < transport.world
 
+    buffers: dict[int, Tensor] = {}
+
     def once(tensor: Tensor) -> None:
         if there:
-            theirs = torch.empty_like(tensor)
+            theirs = buffers.setdefault(tensor.numel(), torch.zeros_like(tensor))
             for work in transport.begin_exchange([(partner, tensor)], [(partner, theirs)], _TAG):
                 work.wait()
 
@@ -160,34 +162,42 @@ def _wait(transport: Transport, device: torch.device, step: int, latency: float)
 
 
 def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> float:
-    """How much longer computing takes per second of a sum in the background; 0 where the two do not meet."""
-    a = torch.rand(384, 384, device=device)
-    data = torch.zeros(8 << 18, device=device)
+    """How much longer computing takes when a sum goes on behind it, per second that the sum takes alone."""
+    x = torch.rand(4, 64, 28, 28, device=device)
+    weight = torch.rand(64, 64, 3, 3, device=device)
+    data = torch.zeros(4 << 20, device=device)
 
-    def compute() -> float:
-        start = time.perf_counter()
-        for _ in range(20):
-            a @ a
-        return time.perf_counter() - start
+    def begin() -> list[Waitable | None]:
+        return [transport.sum_later(data, ranks, "measure", label="measure") for _ in range(2)]
 
-    shares = []
-    for repeat in range(6):
-        transport.gather_numbers([0.0])
-        alone = compute()
+    def sums() -> float:
         transport.gather_numbers([0.0])
         start = time.perf_counter()
-        works = [transport.sum_later(data, ranks, "measure", label="measure") for _ in range(4)]
-        busy = compute()
-        within = time.perf_counter() - start
+        for work in begin():
+            if work is not None:
+                work.wait()
+        return max(row[0] for row in transport.gather_numbers([time.perf_counter() - start]))
+
+    def compute(rounds: int, *, behind: bool) -> float:
+        transport.gather_numbers([0.0])
+        start = time.perf_counter()
+        works = begin() if behind else []
+        for _ in range(rounds):
+            torch.nn.functional.conv2d(x, weight, padding=1)
+        taken = time.perf_counter() - start
         for work in works:
             if work is not None:
                 work.wait()
-        took = time.perf_counter() - start
-        if repeat:
-            shares.append((busy - alone) / max(min(took, within), 1e-9))
-    mine = median(shares)
-    everyone = [row[0] for row in transport.gather_numbers([mine])]
-    return min(max(sum(everyone) / len(everyone), 0.0), 1.0)
+        return taken
+
+    sums()
+    alone = median(sums() for _ in range(3))
+    compute(2, behind=False)
+    each = max(row[0] for row in transport.gather_numbers([compute(4, behind=False) / 4]))
+    rounds = max(4, int(3 * alone / each))  # long enough for the sums to end within it
+    lost = [compute(rounds, behind=True) - compute(rounds, behind=False) for _ in range(4)]
+    everyone = [row[0] for row in transport.gather_numbers([median(lost) / alone])]
+    return max(0.0, sum(everyone) / len(everyone))
 
 
 def here() -> str:
