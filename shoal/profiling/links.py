@@ -86,7 +86,9 @@ def _neighbours(transport: Transport, step: int) -> Callable[[Tensor], None]:
 
     def once(tensor: Tensor) -> None:
         if there:
-            theirs = buffers.setdefault(tensor.numel(), torch.zeros_like(tensor))
+            if tensor.numel() not in buffers:
+                buffers[tensor.numel()] = torch.zeros_like(tensor)
+            theirs = buffers[tensor.numel()]
             for work in transport.begin_exchange([(partner, tensor)], [(partner, theirs)], _TAG):
                 work.wait()
 
