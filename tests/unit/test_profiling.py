@@ -1,0 +1,149 @@
+"""What is measured, how it is kept, and what is made of it where a tile was not measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.cluster import Cluster, Device, Efficiency, Level
+from shoal.errors import InputError
+from shoal.execution.laying import Captured, capture_modes
+from shoal.finding import cache
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, racers
+from shoal.operators.registry import rule_for
+from shoal.partition import Cut
+from shoal.planning.costs import first_part
+from shoal.planning.find import find
+from shoal.planning.stages import cuts_of, stages_of
+from shoal.profiling.kernels import kernel_key
+from shoal.profiling.measured import Measured
+from shoal.profiling.profile import tiles_to_time
+from shoal.timings import Timings
+from shoal.transport import Transport
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test alone."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(64, 8),
+    )
+    return capture_modes(net, (8, 3, 8, 8), nn.functional.cross_entropy)
+
+
+@pytest.mark.usefixtures("here")
+def test_every_tile_of_one_axis_is_timed_and_kept(captured: Captured) -> None:
+    transport = Transport()
+    heard: list[str] = []
+    timings = measured_speeds(captured, transport, progress=lambda _done, _of, what: heard.append(what))
+    graph = captured.graphs[True]
+    model = cost_model(captured, Measured(timings), 1)
+    wanted = [tile[0] for tile in tiles_to_time(stages_of(graph, 1), model.flowing(), "float32")]
+    assert set(wanted) <= timings.kernels.keys()
+    assert all(forward > 0 and backward >= 0 for forward, backward in timings.kernels.values())
+    assert "links" in heard
+    assert timings.cluster.levels == ()
+    again: list[str] = []
+    assert measured_speeds(captured, transport, progress=lambda _d, _o, what: again.append(what)) == timings
+    assert again == [""]  # nothing was left to measure
+
+
+@pytest.mark.usefixtures("here")
+def test_alone_the_choice_is_the_whole_network(captured: Captured) -> None:
+    chosen = choose_plan(captured, Transport())
+    assert not chosen.remembered
+    assert chosen.race == ()
+    assert {str(cut) for _, cut in chosen.plan.layers} == {"1"}
+    assert choose_plan(captured, Transport()).remembered
+    assert not choose_plan(captured, Transport(), fresh=True).remembered
+
+
+def timings_of(kernels: dict[str, tuple[float, float]], ranks: int = 4) -> Timings:
+    device = Device(
+        name="a device",
+        memory=1 << 30,
+        flops=1e9,
+        memory_bandwidth=1e9,
+        efficiency=Efficiency(peak_fraction=1.0, half=0.0, launch=0.0),
+        source="made up",
+    )
+    level = Level(name="host", size=ranks, bandwidth=1e9, latency=1e-4, source="made up")
+    return Timings(Cluster(name="made up", device=device, levels=(level,)), ranks, 1, kernels)
+
+
+def test_a_cut_along_two_axes_is_composed(captured: Captured) -> None:
+    graph = captured.graphs[True]
+    op = stages_of(graph, 4)[0].ops[0]
+    rule = rule_for(op)
+
+    def key(text: str) -> str:
+        cut = Cut.parse(text)
+        letters = frozenset(letter for letter, _ in cut.degrees)
+        return kernel_key(op, rule, first_part(op, cut), letters, "float32", input_grad=False)
+
+    speeds = Measured(timings_of({key("1"): (8.0, 16.0), key("n2"): (4.0, 9.0), key("h2"): (5.0, 8.0)}))
+
+    def asked(text: str) -> tuple[float, float]:
+        cut = Cut.parse(text)
+        letters = frozenset(letter for letter, _ in cut.degrees)
+        found = speeds.kernel(op, rule, first_part(op, cut), letters, input_grad=False)
+        return found.forward, found.backward
+
+    assert asked("n2") == (4.0, 9.0)
+    assert asked("n2h2") == pytest.approx((4.0 * 5 / 8, 9.0 / 2))
+    assert asked("c2") == pytest.approx((4.0, 8.0))  # not measured: in proportion to its work
+    with pytest.raises(InputError, match="no measurement of layer"):
+        Measured(timings_of({})).kernel(op, rule, first_part(op, Cut()), frozenset(), input_grad=False)
+
+
+def test_timings_survive_a_file_and_refuse_others(tmp_path: Path) -> None:
+    timings = timings_of({"conv": (0.1, 0.2)})
+    timings.save(tmp_path / "t.json")
+    assert Timings.load(tmp_path / "t.json") == timings
+    (tmp_path / "bad.json").write_text('{"schema": "shoal.timings/0"}')
+    for name in ("bad.json", "missing.json"):
+        with pytest.raises(InputError, match=name):
+            Timings.load(tmp_path / name)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_damaged_cache_is_measured_again(captured: Captured) -> None:
+    choose_plan(captured, Transport())
+    files = list(cache.folder().iterdir())
+    assert {path.name.split("-")[0] for path in files} == {"timings", "plan", "race"}
+    for path in files:
+        path.write_text("{")
+    assert not choose_plan(captured, Transport()).remembered
+
+
+def test_who_races(captured: Captured) -> None:
+    kernels: dict[str, tuple[float, float]] = {}
+    graph = captured.graphs[True]
+    for stage in stages_of(graph, 2):
+        for op in stage.ops:
+            for cut in cuts_of(op, 2):
+                letters = frozenset(letter for letter, _ in cut.degrees)
+                for grad in (True, False):
+                    name = kernel_key(op, rule_for(op), first_part(op, cut), letters, "float32", input_grad=grad)
+                    kernels[name] = (1.0 / cut.parts, 1.0 / cut.parts)
+    found = find(cost_model(captured, Measured(timings_of(kernels, 2)), 2))
+    entrants = racers(found, None)
+    assert "auto" in entrants
+    assert all(plan.ranks == 2 for plan in entrants.values())
+    assert len({plan.layers for plan in entrants.values()}) == len(entrants)
+    assert torch.isfinite(torch.tensor([one.seconds for one in found.fixed])).all()
