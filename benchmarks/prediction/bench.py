@@ -4,14 +4,17 @@
 
 The profile is measured first, by the same ranks (`--known` takes it from the cache instead); the search predicts every
 fixed plan and the best it found; then all of them and DDP take turns. `auto` is what the race would choose: the fastest
-of the search's optima as measured here. "error" is (predicted - measured) / measured. Batch norm is `local`, as DDP's.
+of the search's optima as measured here. The machine's speed changes within minutes, so the factor by which kernels take
+longer in a real step than alone is taken again among the turns: from steps of `data` in which ranks exchange nothing. "error" is (predicted - measured) / measured. Batch norm is `local`, as DDP's.
 """
 
 import argparse
 import platform
 import statistics
 import sys
+from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,10 +25,11 @@ from benchmarks.common.ranks import is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.bench import ddp, step_of
 from shoal.execution.laying import capture_modes, lay
-from shoal.finding.auto import RACED, cost_model, measured_speeds
+from shoal.finding.auto import RACED, cost_model, in_situ_factor, measured_speeds
+from shoal.finding.cache import graph_fingerprint
 from shoal.plan import Plan
 from shoal.planning.find import find
-from shoal.planning.price import Price
+from shoal.planning.price import Price, price
 from shoal.profiling.measured import Measured
 from shoal.transport import Transport
 
@@ -77,7 +81,15 @@ def main() -> None:
         plan = Plan(name=name, ranks=transport.world, layers=tuple(one.cuts.items()))
         laid = lay(captured, plan, transport, batch_norm="local", seed=0, bucket_bytes=bucket)
         sides[name] = _with_loss(laid, x, y)
-    measured = take_turns(sides, rounds=args.rounds)
+    quiet = _with_loss(lay(captured, "data", transport, batch_norm="local", seed=0, bucket_bytes=bucket), x, y, sync=False)
+    measured = take_turns({**sides, "quiet": quiet}, rounds=args.rounds)
+    taken = statistics.median(measured.seconds["quiet"])
+    factor = in_situ_factor(captured, timings, transport.world, taken)
+    timings = replace(timings, in_situ={graph_fingerprint(captured.graphs[True]): factor})
+    model = cost_model(
+        captured, Measured(timings), transport.world, io="share", batch_norm="local", bucket_bytes=bucket
+    )
+    prices = {name: price(model, one.cuts, name) for name, one in prices.items()}
     if transport.rank == 0:
         where = args.link if transport.world > 1 else "alone"
         print(f"{args.model} {pixels}x{pixels}, batch {batch}, {transport.world} ranks, {where}, {args.rounds} rounds")
@@ -101,7 +113,7 @@ def main() -> None:
         links = [level.model_dump(exclude={"source"}) for level in timings.cluster.levels]
         print(f"links {links}")
         print(
-            f"per layer {timings.layer_overhead * 1e6:.0f} us, per step {timings.step_overhead * 1e3:.2f} ms, update "
+            f"in a real step kernels take {factor:.3f} times longer; per layer {timings.layer_overhead * 1e6:.0f} us, per step {timings.step_overhead * 1e3:.2f} ms, update "
             f"{timings.update_per_byte * 1e9:.3f} ns/B, copy {timings.copy_per_byte * 1e9:.3f} ns/B, "
             f"{len(timings.kernels)} kernels, tables {found.table_seconds:.2f} s, search {found.search_seconds:.2f} s"
         )
@@ -109,12 +121,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _with_loss(model: shoal.ParallelModule, x: torch.Tensor, y: torch.Tensor) -> Step:
+def _with_loss(model: shoal.ParallelModule, x: torch.Tensor, y: torch.Tensor, *, sync: bool = True) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
 
     def step() -> None:
         optimizer.zero_grad()
-        torch.autograd.backward(model(x, y))
+        with nullcontext() if sync else model.no_sync():
+            torch.autograd.backward(model(x, y))
         optimizer.step()
 
     return step

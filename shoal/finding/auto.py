@@ -145,13 +145,17 @@ def _in_situ(captured: Captured, transport: Transport, timings: Timings) -> floa
     graph = captured.graphs[True]
     if graph.batch < transport.world:
         return 1.0
-    model = cost_model(captured, Measured(timings), transport.world, batch_norm="local")
-    predicted = price(model, resolve("data", graph, transport.world).cuts, "data")
     laid = lay(captured, "data", transport, io="tile", batch_norm="local", seed=0, bucket_bytes=1 << 20)
     with laid.no_sync():
         taken = median(time_steps(laid, captured, transport, slowest=False))
-    beside = predicted.update + timings.step_overhead
-    return max(0.5, (taken - beside) / max(predicted.compute, 1e-9))
+    return in_situ_factor(captured, timings, transport.world, taken)
+
+
+def in_situ_factor(captured: Captured, timings: Timings, ranks: int, taken: float) -> float:
+    """How many times longer kernels take in a real step than alone, from a step of `data` without any exchange."""
+    model = cost_model(captured, Measured(replace(timings, in_situ={})), ranks, batch_norm="local")
+    alone = price(model, resolve("data", captured.graphs[True], ranks).cuts, "data")
+    return max(0.5, (taken - alone.update - timings.step_overhead) / max(alone.compute, 1e-9))
 
 
 class _Unknown:
