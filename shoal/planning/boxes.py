@@ -53,8 +53,17 @@ def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
     plain = [not any(letter in summed for letter, _ in one.degrees) for one in cuts]
     if all(plain):
         return _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
-    layouts = [place(op, one, ranks, everywhere=False).owns for one in cuts]
-    return _from_layouts(layouts, len(op.out))
+    summing = [one for one, is_plain in zip(cuts, plain, strict=True) if not is_plain]
+    partial = _from_layouts([place(op, one, ranks, everywhere=False).owns for one in summing], len(op.out))
+    starts = np.zeros((len(cuts), *partial.starts.shape[1:]), dtype=np.int64)
+    stops = np.zeros_like(starts)
+    mask = np.array(plain)
+    starts[~mask], stops[~mask] = partial.starts, partial.stops
+    if mask.any():
+        rest = [one for one, is_plain in zip(cuts, plain, strict=True) if is_plain]
+        whole = _boxes(op, rest, ranks, lambda part: rule.writes(op, part))
+        starts[mask], stops[mask] = whole.starts, whole.stops
+    return Boxes(starts, stops, None, None, None)
 
 
 def needed_boxes(op: Op, argument: str, cuts: Sequence[Cut], ranks: int) -> Boxes:

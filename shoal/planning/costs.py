@@ -15,6 +15,7 @@ overlap.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -29,6 +30,7 @@ from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.elimination import Factor
+from shoal.planning.memory import index_bytes, kept_values
 from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
 from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
@@ -142,6 +144,10 @@ class CostModel:
         costs = tuple(self._stage_cost(stage, flowing) for stage in stages)
         return CostTables(tuple(stages), costs, tuple(self._edges(stages, flowing)), tuple(self._forbidden(stages)))
 
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        return kept_values(self.graph)
+
     def flowing(self) -> frozenset[str]:
         """Values through which gradients flow in training, all parameters learning."""
         need: set[str] = set()
@@ -248,10 +254,11 @@ class CostModel:
 
     def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
         """Bytes of a layer's output that live until backward, on the rank with the largest part."""
-        rule = rule_for(op)
-        if op.layer.name not in flowing or not makes_memory(op):
+        if op.layer.name not in flowing:
             return 0.0
-        return float(volume(rule.writes(op, part)) * self.itemsize)
+        elements = volume(rule_for(op).writes(op, part))
+        kept = elements * self.itemsize if op.layer.name in self._kept else 0
+        return float(kept + elements * index_bytes(op.layer.op))
 
     def _within(self, before: tuple[Op, Cut], after: tuple[Op, Cut], flowing: frozenset[str]) -> float:
         """The move between two layers of one stage, where the first one's partial results were divided."""
@@ -464,10 +471,3 @@ def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:
             ranks = [rank + step * index for rank in ranks for index in range(degree)]
     return tuple(sorted(ranks))
 
-
-_IN_PLACE = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "detach", "alias", "contiguous", "expand", "dropout")
-
-
-def makes_memory(op: Op) -> bool:
-    """Whether a layer's output is memory of its own that backward needs: views are not, nor sums of two tensors."""
-    return op.layer.op.split(".")[1] not in _IN_PLACE

@@ -43,6 +43,11 @@ def saves_output(op: str) -> bool:
     return _word(op).lstrip("_").startswith(_SAVES_OUTPUT)
 
 
+def index_bytes(op: str) -> int:
+    """Bytes per element of the output that an operator saves besides its tensors: where each maximum was."""
+    return 8 if "max_pool" in op else 0
+
+
 def is_view(op: str) -> bool:
     """Whether its output is its input's memory."""
     return _word(op).split(".")[0].lstrip("_") in _VIEWS
@@ -103,8 +108,7 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
             size = volume(box) * itemsize[name]
             if name in wanted and name not in program.only_moved_to and not is_view(one.placed.layer.op):
                 kept += size
-            if "max_pool" in one.placed.layer.op:
-                kept += volume(box) * 8  # where each maximum was
+            kept += volume(box) * index_bytes(one.placed.layer.op)
             needs = one.placed.needs[rank]
             read = sum(
                 volume(needs[argument].box) * itemsize[reference.name]
