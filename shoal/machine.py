@@ -5,6 +5,17 @@ import sys
 
 import psutil
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's own switch, read when the first tensor is made."""
+
+
+def ask_for_huge_pages() -> None:
+    """Let torch take large tensors from huge pages, where the kernel offers them on demand. Before torch loads.
+
+    A step of a large network otherwise touches tens of thousands of new pages. What the user has set stays.
+    """
+    os.environ.setdefault(HUGE_PAGES, "1")
+
 
 def cores() -> int:
     """Cores that this process may use, which containers and batch systems often make fewer than there are."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from benchmarks.common.hosts import Host, loopback, two_hosts
+from shoal.machine import HUGE_PAGES
 
 
 def is_rank() -> bool:
@@ -32,6 +33,7 @@ def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int 
                     "MASTER_PORT": port,
                     "GLOO_SOCKET_IFNAME": host.device,
                     "OMP_NUM_THREADS": "1",
+                    HUGE_PAGES: "1",  # for every side alike
                 }
                 command = [*host.prefix, sys.executable, "-m", module, *arguments]
                 started.append(subprocess.Popen(command, env=environment))

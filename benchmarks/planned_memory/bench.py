@@ -56,7 +56,10 @@ def main() -> None:
     elif args.limit:
         limited(int(parse_quantity(args.limit, "bytes")))
     elif args.case is None:
-        print("| network | plan | ranks | predicted | measured | predicted / measured |\n|---|---|---|---|---|---|", flush=True)
+        print(
+            "| network | plan | ranks | predicted | measured | predicted / measured |\n|---|---|---|---|---|---|",
+            flush=True,
+        )
         for number in range(len(CASES)):
             subprocess.run([sys.executable, "-m", MODULE, "--case", str(number)], check=True)
     elif CASES[args.case][4] > 1 and not is_rank():

@@ -81,7 +81,9 @@ def main() -> None:
         plan = Plan(name=name, ranks=transport.world, layers=tuple(one.cuts.items()))
         laid = lay(captured, plan, transport, batch_norm="local", seed=0, bucket_bytes=bucket)
         sides[name] = _with_loss(laid, x, y)
-    quiet = _with_loss(lay(captured, "data", transport, batch_norm="local", seed=0, bucket_bytes=bucket), x, y, sync=False)
+    quiet = _with_loss(
+        lay(captured, "data", transport, batch_norm="local", seed=0, bucket_bytes=bucket), x, y, sync=False
+    )
     measured = take_turns({**sides, "quiet": quiet}, rounds=args.rounds)
     taken = statistics.median(measured.seconds["quiet"])
     factor = in_situ_factor(captured, timings, transport.world, taken)

@@ -9,6 +9,7 @@ import click
 
 from shoal._version import __version__
 from shoal.errors import ConfigError, DivergedError, InputError, ShoalError, StoppedError, suggestion
+from shoal.machine import ask_for_huge_pages
 
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
@@ -59,6 +60,7 @@ def shoal() -> None:
 
 def main() -> NoReturn:
     """Run the command line. Exit 0: done; 1: a run failed; 2: bad input; 130: interrupted."""
+    ask_for_huge_pages()
     try:
         shoal.main(prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:  # the reader of our output has gone, as in `shoal doctor | head -1`

@@ -56,9 +56,7 @@ def race(
     return sorted((Finish(name, median(found)) for name, found in times.items()), key=lambda one: one.seconds)
 
 
-def time_steps(
-    model: ParallelModule, captured: Captured, transport: Transport, *, slowest: bool = True
-) -> list[float]:
+def time_steps(model: ParallelModule, captured: Captured, transport: Transport, *, slowest: bool = True) -> list[float]:
     """Seconds of a few training steps on random tiles, after one that is not counted: the slowest rank's, or the mean.
 
     A collective. Weights stay as they are; batch norm's statistics do not.

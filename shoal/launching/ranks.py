@@ -28,6 +28,7 @@ from shoal.errors import ConfigError
 from shoal.launching.failure import Failure, explain
 from shoal.launching.group import TIMEOUT, joined, store
 from shoal.launching.world import LOOPBACK, World
+from shoal.machine import HUGE_PAGES
 
 GRACE_SECONDS = 1.0
 """After a cause is known, what the other ranks have to tell theirs."""
@@ -62,7 +63,7 @@ def run(
     ranks: list[_Rank] = []
     with _Signals(ranks) as signals:
         try:
-            with signals.held(), _environment(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads)):
+            with signals.held(), _environment(**_for_ranks(threads)):
                 for number in range(workers):
                     world = World(number, workers, number, workers, LOOPBACK, meeting.port, "shoal")
                     ranks.append(_start(world, payload, threads, timeout, device))
@@ -112,6 +113,12 @@ class _Rank:
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
+
+
+def _for_ranks(threads: int) -> dict[str, str]:
+    """What ranks find in their environment before torch loads."""
+    wanted = os.environ.get(HUGE_PAGES, "1")
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), HUGE_PAGES: wanted}
 
 
 def _packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:

@@ -470,4 +470,3 @@ def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:
             step, degree = strides[letter]
             ranks = [rank + step * index for rank in ranks for index in range(degree)]
     return tuple(sorted(ranks))
-

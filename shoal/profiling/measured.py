@@ -67,9 +67,7 @@ class Measured:
         key = kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad)
         if key not in self._asked:
             known = self.timings.kernels.get(key)
-            alone = (
-                self._composed(op, rule, part, cut, input_grad=input_grad) if known is None else KernelTime(*known)
-            )
+            alone = self._composed(op, rule, part, cut, input_grad=input_grad) if known is None else KernelTime(*known)
             self._asked[key] = KernelTime(alone.forward * self.in_situ, alone.backward * self.in_situ)
         return self._asked[key]
 
