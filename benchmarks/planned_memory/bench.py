@@ -1,10 +1,11 @@
 """Memory as predicted and as measured, and a plan found under a limit that no data-parallel step keeps to.
 
-    python -m benchmarks.planned_memory.bench                    # the table: networks and plans, predicted beside measured
+    python -m benchmarks.planned_memory.bench                    # the table: networks and plans, predicted and measured
     python -m benchmarks.planned_memory.bench --limit 700MiB     # AlexNet: search under the limit, run, measure
 
-Every case is a process (or two) of its own. Measured is the largest resident size during three steps less the resident size
-before the network is laid: shards, gradients, momenta, activations and temporaries. Speeds for the search are a data sheet's.
+Every case is a process (or two) of its own. Measured is the largest resident size during three steps less the resident
+size before the network is laid: shards, gradients, momenta, activations and temporaries. Speeds for the search are a
+data sheet's.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 The profile is measured first, by the same ranks (`--known` takes it from the cache instead); the search predicts every
 fixed plan and the best it found; then all of them and DDP take turns. `auto` is what the race would choose: the fastest
 of the search's optima as measured here. The machine's speed changes within minutes, so the factor by which kernels take
-longer in a real step than alone is taken again among the turns: from steps of `data` in which ranks exchange nothing. "error" is (predicted - measured) / measured. Batch norm is `local`, as DDP's.
+longer in a real step than alone is taken again among the turns: from steps of `data` in which ranks exchange nothing.
+"error" is (predicted - measured) / measured. Batch norm is `local`, as DDP's.
 """
 
 import argparse
@@ -115,7 +116,8 @@ def main() -> None:
         links = [level.model_dump(exclude={"source"}) for level in timings.cluster.levels]
         print(f"links {links}")
         print(
-            f"in a real step kernels take {factor:.3f} times longer; per layer {timings.layer_overhead * 1e6:.0f} us, per step {timings.step_overhead * 1e3:.2f} ms, update "
+            f"in a real step kernels take {factor:.3f} times what they take alone; "
+            f"per layer {timings.layer_overhead * 1e6:.0f} us, per step {timings.step_overhead * 1e3:.2f} ms, update "
             f"{timings.update_per_byte * 1e9:.3f} ns/B, copy {timings.copy_per_byte * 1e9:.3f} ns/B, "
             f"{len(timings.kernels)} kernels, tables {found.table_seconds:.2f} s, search {found.search_seconds:.2f} s"
         )

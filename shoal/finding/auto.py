@@ -140,7 +140,8 @@ def measured_speeds(
 def _in_situ(captured: Captured, transport: Transport, timings: Timings) -> float:
     """How many times longer kernels take in a real step than alone: caches, memory that comes and goes.
 
-    Measured on steps of the plan `data` in which ranks exchange nothing, their mean; 1 where a rank would have no sample.
+    Measured on steps of the plan `data` in which ranks exchange nothing, their mean; 1 where a rank would have no
+    sample.
     """
     graph = captured.graphs[True]
     if graph.batch < transport.world:

@@ -14,7 +14,7 @@ from shoal.cluster import Level
 from shoal.transport import Transport, Waitable
 
 SIZES = (1 << 10, 16 << 10, 8 << 20, 32 << 20)
-"""Two small messages for the latency, two large ones for the speed that lasts beyond what a link lets through at once."""
+"""Two small messages for the latency, two large ones for the speed beyond what a link lets through at once."""
 _TAG = (1 << 30) + 1
 
 
@@ -127,7 +127,7 @@ def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], No
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency, seconds per byte), neither negative: the speed from the two largest sizes, what is left from the others.
+    """(latency, seconds per byte), neither negative: the speed from the two largest sizes, the rest from the others.
 
     >>> latency, per_byte = fit_line([1000, 2000, 1000000, 2000000], [0.0011, 0.0012, 0.1010, 0.2010])
     >>> round(latency, 6), round(per_byte, 9)
