@@ -51,11 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", help="find a plan for AlexNet on two ranks under so many bytes, such as 700MiB")
     parser.add_argument("--case", type=int)
+    parser.add_argument("--side", choices=["data", "found"])
     args = parser.parse_args()
     if args.limit and not is_rank():
-        start_ranks(MODULE, sys.argv[1:], "loopback")
+        print(f"AlexNet 224x224, batch 32, 2 ranks, at most {args.limit} on each", flush=True)
+        for side in ("data", "found"):
+            start_ranks(MODULE, ["--limit", args.limit, "--side", side], "loopback")
     elif args.limit:
-        limited(int(parse_quantity(args.limit, "bytes")))
+        limited(int(parse_quantity(args.limit, "bytes")), args.side)
     elif args.case is None:
         print(
             "| network | plan | ranks | predicted | measured | predicted / measured |\n|---|---|---|---|---|---|",
@@ -86,25 +89,19 @@ def held_against(name: str, pixels: int, batch: int, plan: str, ranks: int) -> N
         )
 
 
-def limited(limit: int) -> None:
-    """A plan under a limit: what the fixed ones need, what was found, and what it really takes."""
+def limited(limit: int, side: str) -> None:
+    """What a data-parallel step takes, or the plan that is found under the limit."""
     transport, captured = _begin("alexnet", 224, 32, 2)
     model = cost_model(captured, Analytic(Cluster.load("titan-4").first(2)), 2)
-    free, found = find(model), find(model, memory=limit)
-    measured = {
-        "data": _measured(captured, "data", transport),
-        "found": _measured(captured, found.plan, transport),
-    }
-    rows = transport.gather_numbers([float(bytes_) for bytes_ in measured.values()])
+    found = find(model, memory=limit)
+    price = found.price if side == "found" else next(one for one in found.fixed if one.name == side)
+    plan = Plan(name=side, ranks=2, layers=tuple(price.cuts.items()))
+    measured = max(row[0] for row in transport.gather_numbers([float(_measured(captured, plan, transport))]))
     if transport.rank == 0:
-        print(f"AlexNet 224x224, batch 32, 2 ranks, at most {show_bytes(limit)} on each")
-        for one in free.fixed:
-            print(f"{one.name}: predicted peak {show_bytes(one.peak)}")
-        peaks = {name: max(row[index] for row in rows) for index, name in enumerate(measured)}
-        print(f"data: measured peak {show_bytes(int(peaks['data']))}")
-        print(f"found: predicted peak {show_bytes(found.price.peak)}, measured {show_bytes(int(peaks['found']))}")
-        print(f"cuts: { {name: str(cut) for name, cut in found.plan.layers if '.' in name} }")
-        assert peaks["found"] < limit < peaks["data"]
+        print(f"{side}: predicted peak {show_bytes(price.peak)}, measured {show_bytes(int(measured))}", flush=True)
+        if side == "found":
+            print({name: str(cut) for name, cut in plan.layers if "." in name})
+        assert (measured < limit) == (side == "found")
 
 
 def _begin(name: str, pixels: int, batch: int, ranks: int) -> tuple[Transport, Captured]:
