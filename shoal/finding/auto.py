@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from shoal.finding.race import Finish, race, time_steps
 from shoal.lowering.boundary import IO, Boundary
 from shoal.partition import Cut
 from shoal.plan import Plan
-from shoal.planning.costs import CostModel
+from shoal.planning.costs import CostModel, flowing_values
 from shoal.planning.find import Found, find, pinned_layers
 from shoal.planning.price import price
 from shoal.planning.resolve import resolve
@@ -123,10 +123,10 @@ def measured_speeds(
     known = cache.load_timings(key) if transport.rank == 0 and not fresh else None
     known = transport.gather_objects(known)[0]
     graph = captured.graphs[True]
-    placeholder = CostModel(graph, transport.world, _Unknown(), Boundary("tile", transport.world))
     stages = stages_of(graph, transport.world, pinned_layers(graph, pins or {}))
     dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
-    timings = profile(stages, placeholder, transport, captured.device, dtype=dtype, known=known, progress=progress)
+    flowing = flowing_values(graph)
+    timings = profile(stages, flowing, transport, captured.device, dtype=dtype, known=known, progress=progress)
     network = cache.graph_fingerprint(graph)
     if network not in timings.in_situ:
         progress(0, 1, "some real steps")
@@ -157,13 +157,6 @@ def in_situ_factor(captured: Captured, timings: Timings, ranks: int, taken: floa
     model = cost_model(captured, Measured(replace(timings, in_situ={})), ranks, batch_norm="local")
     alone = price(model, resolve("data", captured.graphs[True], ranks).cuts, "data")
     return max(0.5, (taken - alone.update - timings.step_overhead) / max(alone.compute, 1e-9))
-
-
-class _Unknown:
-    """Stands where speeds will be, while only the graph is asked."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not known before the profile")
 
 
 def _machine_key(transport: Transport, device: torch.device) -> str:

@@ -150,13 +150,7 @@ class CostModel:
 
     def flowing(self) -> frozenset[str]:
         """Values through which gradients flow in training, all parameters learning."""
-        need: set[str] = set()
-        for layer in self.graph.layers:
-            if layer.name in self.graph.learning and any(
-                isinstance(ref, State) or ref.name in need for _, ref in layer.tensors
-            ):
-                need.add(layer.name)
-        return frozenset(need)
+        return flowing_values(self.graph)
 
     def kernel(self, op: Op, part: Part, chosen: Cut, flowing: frozenset[str]) -> KernelTime:
         """One part of a layer, from measurement or data sheet."""
@@ -431,6 +425,15 @@ def _padded_alike(
     if one[0] is None or other[0] is None or one[1] != other[1]:
         return both
     return both | _alike(one[0], other[0])
+
+
+def flowing_values(graph: LayerGraph) -> frozenset[str]:
+    """Values through which gradients flow in training, all parameters learning."""
+    need: set[str] = set()
+    for layer in graph.layers:
+        if layer.name in graph.learning and any(isinstance(ref, State) or ref.name in need for _, ref in layer.tensors):
+            need.add(layer.name)
+    return frozenset(need)
 
 
 def first_part(op: Op, chosen: Cut) -> Part:

@@ -14,7 +14,7 @@ from shoal.execution.laying import capture_modes, lay
 from shoal.execution.randomness import LayerRandom
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import rule_for
-from shoal.planning.costs import CostModel, first_part
+from shoal.planning.costs import first_part
 from shoal.planning.stages import Stage
 from shoal.profiling.kernels import kernel_key, time_kernel
 from shoal.profiling.links import here, measure_levels
@@ -46,7 +46,7 @@ def tiles_to_time(
 
 def profile(
     stages: Sequence[Stage],
-    model: CostModel,
+    flowing: frozenset[str],
     transport: Transport,
     device: torch.device,
     *,
@@ -56,11 +56,12 @@ def profile(
 ) -> Timings:
     """Timings for a search over these stages, all ranks at work at once as in training.
 
+    `flowing`: the values that get a gradient.
     `known`: what was measured before on this machine; only what is missing is measured. Minutes for large networks.
     """
     timings = known if known is not None else measure_machine(transport, device, progress)
     name = str(dtype).removeprefix("torch.")
-    wanted = [tile for tile in tiles_to_time(stages, model.flowing(), name) if tile[0] not in timings.kernels]
+    wanted = [tile for tile in tiles_to_time(stages, flowing, name) if tile[0] not in timings.kernels]
     found: dict[str, tuple[float, float]] = {}
     for number, (key, op, rule, part, letters, input_grad) in enumerate(wanted):
         progress(number, len(wanted), op.layer.name)
