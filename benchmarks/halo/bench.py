@@ -26,7 +26,7 @@ SIZES = [
     (1, 32, 1024, "U-Net, first maps"),
     (1, 256, 128, "U-Net, deep maps"),
     (32, 64, 16, "ResNet-18, 64x64"),
-    (32, 256, 4, "ResNet-18, deep"),
+    (32, 128, 8, "ResNet-18, deeper"),
 ]
 """Samples, channels, pixels, where such a map is found."""
 
