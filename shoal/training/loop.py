@@ -274,8 +274,8 @@ def _peak_memory(device: torch.device) -> int:
 
 def _told_of_memory(error: Exception, job: Job) -> OutOfMemoryError | None:
     """What to say of an allocation that failed, on any device; None where `error` is something else."""
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-    if not short:
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if not short and not any(words in str(error) for words in ("allocate memory", "bad_alloc")):
         return None
     found = OutOfMemoryError(
         f"a step of {job.config.model!r} with batch {job.config.batch} on {job.config.workers} workers, plan "
