@@ -1,6 +1,5 @@
 """`plan="auto"`: profile what is not known yet, search, race the best few, remember the winner."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -29,7 +28,6 @@ from shoal.profiling.profile import Progress, profile
 from shoal.timings import Timings
 from shoal.transport import Transport
 
-log = logging.getLogger("shoal")
 RACED = 3
 """Optima of the search that are raced, at most."""
 HOPELESS = 1.6

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from shoal.timings import Timings
 
 def folder() -> Path:
     """Where it is kept: `SHOAL_CACHE`, or the system's place for caches."""
-    import os
-
     return Path(os.environ.get("SHOAL_CACHE") or platformdirs.user_cache_dir("shoal"))
 
 

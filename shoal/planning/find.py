@@ -76,10 +76,11 @@ def find(
     fixed = () if pinned else fixed_prices(model, tables)
     fitting = [one for one in (*found.values(), *fixed) if memory is None or one.peak <= memory]
     if not fitting:
-        least = min((*found.values(), *fixed), key=lambda one: one.peak)
+        least = min((one.peak for one in (*found.values(), *fixed)), default=None)
+        smallest = "" if least is None else f"The smallest found needs {least:,}. "
         raise PlanError(
             f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
-            f"The smallest found needs {least.peak:,}; give more memory or more ranks, or recompute.",
+            f"{smallest}Give more memory or more ranks, or recompute.",
         )
     best = min(fitting, key=lambda one: one.seconds)
     chosen = next((choice for choice, one in found.items() if one is best), None)

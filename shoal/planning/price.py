@@ -122,6 +122,8 @@ class _Player:
         self.model, self.program, self.name, self.cuts = model, program, name, cuts
         self.cluster: Cluster = model.speeds.cluster
         self.flowing = model.flowing()
+        self.uses = first_uses(program)
+        """For every state that learns the layer whose backward finishes it."""
         self.clock: Floats = np.zeros(program.ranks)
         self.busy = 0.0
         """Until when the background channel is."""
@@ -152,7 +154,7 @@ class _Player:
         waiting = [set(bucket.names) for bucket in buckets]
         owner = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         finished: dict[str, list[str]] = {}
-        for state, layer in first_uses(program).items():
+        for state, layer in self.uses.items():
             finished.setdefault(layer, []).append(state)
         for one in reversed(program.instructions):
             match one:
@@ -299,7 +301,7 @@ class _Player:
     def _buckets(self) -> list[Bucket]:
         """Of rank 0, which takes part in the most; others hold the same in the same order."""
         shards = []
-        for name in reversed(first_uses(self.program)):
+        for name in reversed(self.uses):
             spec, layout = self.program.graph.states[name], self.program.states[name]
             box = next((box for box in layout if box is not None), None)
             if box is None or not spec.differentiable or name in self.program.graph.changed:
@@ -318,7 +320,7 @@ class _Player:
         self.events.append(("gradients", bucket.ranks[0], layer, float(start), float(self.busy)))
         for state in bucket.names:
             share = self._state_bytes(state) / max(bucket.bytes, 1)
-            self.rows[first_uses(self.program)[state]].gradients += seconds * share
+            self.rows[self.uses[state]].gradients += seconds * share
 
     def _state_bytes(self, name: str) -> int:
         box = next((box for box in self.program.states[name] if box is not None), None)
@@ -339,9 +341,7 @@ class _Player:
     def _traffic(self) -> int:
         graph = self.program.graph
         trainable = [
-            name
-            for name in reversed(first_uses(self.program))
-            if graph.states[name].differentiable and name not in graph.changed
+            name for name in reversed(self.uses) if graph.states[name].differentiable and name not in graph.changed
         ]
         total = 0
         gradients = 0
@@ -370,15 +370,13 @@ class _Player:
             for name in trainable
         }
         everything = sum(shared.values())
-        uses = first_uses(self.program)
         for name, amount in shared.items():
             if everything:
-                self.rows[uses[name]].bytes += round(gradients * amount / everything)
+                self.rows[self.uses[name]].bytes += round(gradients * amount / everything)
         return total
 
     def _note_memory(self) -> None:
-        uses = first_uses(self.program)
-        for name, layer in uses.items():
+        for name, layer in self.uses.items():
             self.rows[layer].memory += self._state_bytes(name) * (2 + self.model.optimizer_slots)
         for one in self.program.instructions:
             if isinstance(one, Compute):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import median
 
+import psutil
 import torch
 from torch import nn
 
@@ -107,8 +108,6 @@ def measure_machine(transport: Transport, device: torch.device, progress: Progre
 
 def _device(device: torch.device) -> Device:
     """By name; its speed is in the kernels, so that the numbers here are only rough."""
-    import psutil
-
     memory = psutil.virtual_memory().total
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
