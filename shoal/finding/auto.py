@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cluster import Cluster
+from shoal.execution.agreement import agree
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.finding import cache
 from shoal.finding.race import Finish, race, time_steps
@@ -180,7 +181,8 @@ def choose_plan(
     """The plan to train this network with on these ranks. A collective; minutes the first time.
 
     `racing`: run the best few and the fixed strategies for some real steps and keep the fastest; `fresh`: forget what
-    was measured and found before.
+    was measured and found before. A pin that matches no layer and a memory that no plan keeps to are a `PlanError` on
+    all ranks.
     """
     key = cache.fingerprint(
         _machine_key(transport, captured.device), cache.graph_fingerprint(captured.graphs[True]), transport.world, io,
@@ -198,7 +200,7 @@ def choose_plan(
         captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
         optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    searched = find(model, pins=pins, memory=memory) if transport.rank == 0 else None
+    searched = agree(transport, lambda: find(model, pins=pins, memory=memory) if transport.rank == 0 else None)
     found: Found = transport.gather_objects(searched)[0]
     finishes = ()
     plan = found.plan

@@ -6,7 +6,6 @@ can be trained.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
-from shoal.errors import ConfigError, InputError, ModelError
+from shoal.errors import ConfigError, ModelError
+from shoal.execution.agreement import agree
 from shoal.machine import cores
 from shoal.training.network import Network, on_one_device
 from shoal.transport import Transport
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -77,24 +75,6 @@ def prepare(
         fused=True,  # one pass over each parameter: half the time of the update
     )
     return Job(config, splits, network, optimizer, loader, device)
-
-
-def agree(transport: Transport, attempt: Callable[[], Result]) -> Result:
-    """`attempt` on all ranks. Where one finds the user's input wrong all raise its error, so that nobody waits."""
-    error, result = None, None
-    try:
-        result = attempt()
-    except InputError as found:
-        if transport.world == 1:
-            raise
-        error = found
-    errors = transport.gather_objects(error)
-    wrong = [rank for rank, one in enumerate(errors) if one is not None]
-    if wrong:
-        first = errors[wrong[0]]
-        alone = len({str(one) for one in errors}) > 1
-        raise type(first)(f"rank {wrong[0]}: {first.problem}" if alone else first.problem, first.remedy) from None
-    return cast(Result, result)
 
 
 def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:

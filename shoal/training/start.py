@@ -8,6 +8,7 @@ import torch
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError
+from shoal.execution.agreement import agree
 from shoal.files import write_text_atomically
 from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
@@ -16,7 +17,7 @@ from shoal.result import RunResult
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.folder import RunFolder
-from shoal.training.job import Job, agree, load_whole, prepare
+from shoal.training.job import Job, load_whole, prepare
 from shoal.training.loop import Listener, Run
 from shoal.transport import Transport
 

@@ -364,6 +364,8 @@ def test_an_impossible_memory_is_refused_with_sizes() -> None:
     assert "2 ranks" in message
     assert "1,000 bytes" in message
     assert "smallest found needs" in message
+    with pytest.raises(PlanError, match="at most 1,000 bytes"):  # also where no fixed strategy stands beside it
+        find(model_of("chain", 2), memory=1000, pins={"*": Cut.parse("n2")})
 
 
 # The paper's claim
