@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "capturing": {"errors", "graph", "operators"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
-    "transport": {"traffic"},
+    "transport": {"errors", "traffic"},
     "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},

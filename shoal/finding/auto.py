@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cluster import Cluster
-from shoal.execution.agreement import agree
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.finding import cache
 from shoal.finding.race import Finish, race, time_steps
@@ -28,6 +27,7 @@ from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import Progress, profile
 from shoal.timings import Timings
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 RACED = 3
 """Optima of the search that are raced, at most."""

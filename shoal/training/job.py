@@ -14,10 +14,10 @@ from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.errors import ConfigError, ModelError
-from shoal.execution.agreement import agree
 from shoal.machine import cores
 from shoal.training.network import Network, on_one_device
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 
 @dataclass(frozen=True)

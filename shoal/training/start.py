@@ -8,7 +8,6 @@ import torch
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError
-from shoal.execution.agreement import agree
 from shoal.files import write_text_atomically
 from shoal.launching import joined, run, surrounding
 from shoal.machine import cores
@@ -20,6 +19,7 @@ from shoal.training.folder import RunFolder
 from shoal.training.job import Job, load_whole, prepare
 from shoal.training.loop import Listener, Run
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 
 def train(config: TrainConfig, listener: Listener | None = None) -> RunResult:

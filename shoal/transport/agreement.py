@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from shoal.errors import InputError
-from shoal.transport import Transport
+from shoal.transport.base import Transport
 
 Result = TypeVar("Result")
 
