@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from shoal.launching.world import LOOPBACK, World
@@ -32,12 +33,16 @@ def joined(world: World, device: str = "cpu", timeout: float = TIMEOUT) -> Itera
     if world.on_one_host and (interface := loopback_interface()):
         # Gloo takes the interface of the host's name, which in a container may be none that works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if world.group and world.size == 1:  # a replica that has nobody to talk to inside
+        yield
+        return
     patience = timedelta(seconds=timeout)
-    if world.origin == "shoal":  # the launcher keeps the store, so that it outlives every rank
+    if world.group:
+        options["store"] = dist.PrefixStore(world.group, table_of(world, timeout))  # type: ignore[attr-defined]
+    elif world.origin == "shoal":  # the launcher keeps the store, so that it outlives every rank
         options["store"] = store(world.port, timeout, serves=False)
     else:
-        # torchrun's own agent may keep the store, which only env:// knows
-        options["init_method"] = "env://" if world.origin == "torchrun" else f"tcp://{world.host}:{world.port}"
+        options["init_method"] = _url(world)
     dist.init_process_group(rank=world.rank, world_size=world.size, timeout=patience, **options)
     yield
     if dist.is_initialized():  # unless the caller left already
@@ -52,3 +57,19 @@ def store(port: int, timeout: float, *, serves: bool) -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by assignment
         LOOPBACK, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
+
+
+@cache
+def table_of(world: World, timeout: float) -> Any:
+    """The table in which all ranks of a run find each other, of which `world` is a group. Made once per process."""
+    import torch.distributed as dist
+
+    if world.origin == "shoal":
+        return store(world.port, timeout, serves=False)
+    patience = timedelta(seconds=timeout)
+    return next(iter(dist.rendezvous(_url(world), world.number, world.everyone, timeout=patience)))[0]  # type: ignore[attr-defined]
+
+
+def _url(world: World) -> str:
+    # torchrun's own agent may keep the store, which only env:// knows
+    return "env://" if world.origin == "torchrun" else f"tcp://{world.host}:{world.port}"

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.errors import ConfigError
@@ -28,11 +28,29 @@ class World:
     port: int
     origin: Literal["shoal", "torchrun", "srun"]
     """Who started the ranks."""
+    first: int = 0
+    """Where ranks are grouped in replicas: the number of this group's first rank in the run."""
+    group: str = ""
+    """Such a group's name; ranks of one name meet."""
+    everyone: int = 0
+    """Then: ranks of all groups together."""
+
+    @property
+    def number(self) -> int:
+        """This rank among all ranks of the run."""
+        return self.first + self.rank
 
     @property
     def on_one_host(self) -> bool:
         """Whether all ranks are surely on this host."""
-        return self.local_size == self.size
+        return self.local_size is not None and self.local_size >= self.size
+
+    def in_replica(self, ranks: int) -> "World":
+        """This process among the ranks of its replica, where every `ranks` of this world are one."""
+        replica, rank = divmod(self.rank, ranks)
+        return replace(
+            self, rank=rank, size=ranks, first=replica * ranks, group=f"replica{replica}", everyone=self.size
+        )
 
     def workers(self, asked: int | None) -> int:
         """Its size; a `ConfigError` where the user asked for another number of workers. None: nobody asked."""

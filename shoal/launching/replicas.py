@@ -1,0 +1,124 @@
+"""Replicas on this host: groups of ranks of which some may be lost while the others go on.
+
+A rank that dies takes its replica with it and nobody else, where the exchange survives that; an error that a rank raised
+itself ends the run, because it would come again. Whether the run is over, others know better: they are asked.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from shoal.launching.failure import Failure, explain
+from shoal.launching.group import store
+from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
+from shoal.launching.ranks import GRACE_SECONDS, SEARCH_SECONDS
+from shoal.launching.world import LOOPBACK, World
+
+LOOK_SECONDS = 0.1
+"""From one question whether the run is over to the next."""
+LEAVE_SECONDS = 10.0
+"""What replicas have to leave when the run is over."""
+
+
+class Replicas:
+    """`function(*args, replica)` on `ranks` processes for each of `replicas`, each replica joined in a group of its own.
+
+    `survives`: whether the run goes on when a replica is lost. `table` is the port at which ranks meet.
+    """
+
+    def __init__(self, replicas: int, ranks: int, *, threads: int, timeout: float, device: str, survives: bool) -> None:
+        self._replicas, self._ranks = replicas, ranks
+        self._threads, self._timeout, self._device, self._survives = threads, timeout, device, survives
+        self._store = store(0, timeout, serves=True)
+        self._processes: list[Process] = []
+
+    @property
+    def table(self) -> tuple[str, int]:
+        """Where ranks meet."""
+        return LOOPBACK, self._store.port
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        over: Callable[[], bool],
+        on_stop: Callable[[], None],
+        on_lost: Callable[[int, Failure], None],
+    ) -> None:
+        """Until `over`, or until every rank has finished. `on_stop`: the user asked to stop. `on_lost`: a replica died.
+
+        Raises as `run` in `ranks.py` does; where replicas may be lost, only when none is left. No process outlives it.
+        """
+        processes = self._processes
+        with Signals(processes) as signals:
+            try:
+                with signals.held(), environment(**environment_of(self._threads)):
+                    for number in range(self._replicas * self._ranks):
+                        processes.append(self._start(function, args, number))
+                self._watch(signals, over, on_stop, on_lost)
+            finally:
+                end(processes)
+
+    def kill(self, replica: int) -> None:
+        """End a replica at once: one that is frozen and holds what others need."""
+        for process in self._of(replica):
+            process.process.kill()
+
+    def _start(self, function: Callable[..., Any], args: Sequence[object], number: int) -> Process:
+        every = self._replicas * self._ranks
+        world = World(number, every, number, every, *self.table, "shoal").in_replica(self._ranks)
+        payload = packed(function, (*args, number // self._ranks))
+        return start(world, payload, self._threads, self._timeout, self._device)
+
+    def _of(self, replica: int) -> list[Process]:
+        return [process for process in self._processes if process.number // self._ranks == replica]
+
+    def _watch(
+        self,
+        signals: Signals,
+        over: Callable[[], bool],
+        on_stop: Callable[[], None],
+        on_lost: Callable[[int, Failure], None],
+    ) -> None:
+        told_to_stop = False
+        lost: set[int] = set()
+        deadline = float("inf")
+        while waiting := [process for process in self._processes if not process.told]:
+            handles = [handle for process in waiting for handle in (process.pipe, process.process.sentinel)]
+            wait(handles, timeout=LOOK_SECONDS)
+            for process in waiting:
+                process.hear()
+            if signals.asked > 1:
+                raise KeyboardInterrupt
+            if signals.asked and not told_to_stop:
+                told_to_stop = True
+                on_stop()
+            failures = {p.number // self._ranks: p.failure for p in self._processes if p.failure is not None}
+            fatal = [failure for failure in failures.values() if not self._survives or failure.kind == "raised"]
+            if fatal:
+                deadline = min(deadline, time.monotonic() + _patience(fatal))
+            elif over():
+                deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
+            for replica in failures.keys() - lost:
+                lost.add(replica)
+                on_lost(replica, failures[replica])
+                if self._survives:
+                    for process in self._of(replica):
+                        process.process.kill()
+            if time.monotonic() > deadline:
+                break
+        self._raise_if_failed(over)
+
+    def _raise_if_failed(self, over: Callable[[], bool]) -> None:
+        failures = [process.failure for process in self._processes if process.failure is not None]
+        fatal = [failure for failure in failures if not self._survives or failure.kind == "raised"]
+        finished = [process.number for process in self._processes if process.finished]
+        if fatal or (failures and not finished and not over()):
+            running = [process.number for process in self._processes if not process.told]
+            raise explain(fatal or failures, finished, running, self._timeout)
+
+
+def _patience(failures: Sequence[Failure]) -> float:
+    """What the others have to show the cause."""
+    return GRACE_SECONDS if any(failure.is_cause for failure in failures) else SEARCH_SECONDS
