@@ -39,11 +39,15 @@ class Plan:
                     f"Cut it into at most {self.ranks} parts, or give the plan more ranks.",
                 )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
+    def to_json(self) -> str:
+        """The text of a plan file."""
         layers = {pattern: str(cut) for pattern, cut in self.layers}
         content = {"schema": SCHEMA, "name": self.name, "ranks": self.ranks, "layers": layers}
-        write_text_atomically(Path(path), json.dumps(content, indent=2) + "\n")
+        return json.dumps(content, indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        write_text_atomically(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

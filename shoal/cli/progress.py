@@ -8,15 +8,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shoal.result import RunResult
-from shoal.training import Listener
-from shoal.training.checkpoint import Progress as RunProgress
+from shoal.result import ExchangeReport, RunResult
 from shoal.training.folder import RunFolder
-from shoal.training.job import Job
+from shoal.training.listener import About, Listener
 from shoal.units import show_bytes, show_seconds
 
 PLAIN_LINE_SECONDS = 10.0
 """Where there is no terminal, a line at least this often while steps go on."""
+_TOLD = {
+    "lost": "replica {} was lost; the others go on with its batches",
+    "frozen": "replica {} gives no sign of life; the others go on with its batches",
+    "back": "replica {} is back",
+    "server lost": "server {} was lost",
+}
+"""What people want to hear of replicas; that they came and left as expected is not news."""
 
 
 def progress_for_people() -> Listener:
@@ -25,9 +30,12 @@ def progress_for_people() -> Listener:
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
-def _workers(job: Job) -> str:
-    ranks = job.network.ranks
-    return f"{ranks} workers, plan {job.network.plan.name}, " if ranks > 1 else ""
+def _workers(about: About) -> str:
+    if about.exchange != "none":
+        each = about.workers // about.replicas
+        inside = f" of {each} workers, plan {about.plan}" if each > 1 else ""
+        return f"{about.replicas} replicas{inside}, exchange {about.exchange}, "
+    return f"{about.workers} workers, plan {about.plan}, " if about.workers > 1 else ""
 
 
 class _Lines(Listener):
@@ -47,19 +55,22 @@ class _Lines(Listener):
         if done == 0 or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:
             self._print(f"finding a plan: {what} ({done} of {of})")
 
-    def started(self, job: Job, progress: RunProgress, folder: RunFolder) -> None:
-        config = job.config
-        self._epochs = config.epochs
+    def started(self, about: About, folder: RunFolder) -> None:
+        self._epochs = about.epochs
         self._print(
-            f"{config.model} ({job.network.parameters:,} parameters) on {config.data} "
-            f"({len(job.splits.train):,} + {len(job.splits.test):,} samples, {job.splits.origin})"
+            f"{about.model} ({about.parameters:,} parameters) on {about.data} "
+            f"({about.train_samples:,} + {about.test_samples:,} samples, {about.origin})"
         )
         self._print(
-            f"{config.epochs} epochs of {job.loader.order.steps_per_epoch} steps, batch {config.batch}, "
-            f"{_workers(job)}{job.device}, threads {config.threads}, results in {folder.path}"
+            f"{about.epochs} epochs of {about.steps_per_epoch} steps, batch {about.batch}, "
+            f"{_workers(about)}{about.device}, threads {about.threads}, results in {folder.path}"
         )
-        if progress.steps:
-            self._print(f"going on after step {progress.steps}")
+        if about.done:
+            self._print(f"going on after step {about.done}")
+
+    def happened(self, what: str, replica: int) -> None:
+        if what in _TOLD:
+            self._print(_TOLD[what].format(replica))
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         if metrics["event"] == "test":
@@ -68,6 +79,10 @@ class _Lines(Listener):
                 f"epoch {metrics['epoch']}/{self._epochs}: loss {self._loss:.4f}, "
                 f"test accuracy {metrics['test_accuracy']:.4f}{iou}"
             )
+            return
+        if metrics["event"] == "warning":
+            self._print(f"note: {metrics['text']}")
+        if metrics["event"] != "steps" or metrics["loss"] is None:
             return
         self._loss = metrics["loss"]
         if time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:
@@ -87,17 +102,41 @@ class _Lines(Listener):
         table.add_row("speed", f"{result.samples_per_second:,.0f} images/s")
         table.add_row("step", f"{show_seconds(result.step_seconds_median)} (median)")
         table.add_row("time", show_seconds(result.wall_seconds))
-        table.add_row("peak memory", ", ".join(map(show_bytes, result.peak_memory_bytes)))
-        if result.workers > 1:
+        if result.peak_memory_bytes:
+            table.add_row("peak memory", ", ".join(map(show_bytes, result.peak_memory_bytes)))
+        if result.exchanged is not None:
+            _add_exchange(table, result, result.exchanged)
+        elif result.workers > 1:
             sent = result.bytes_per_step
             table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
-            table.add_row("  predicted", show_bytes(sent.predicted))
+            table.add_row("  predicted", show_bytes(sent.predicted or 0))
         table.add_row("results", str(folder.path))
         self.console.print(table)
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
         self._last_line = time.monotonic()
+
+
+def _add_exchange(table: Table, result: RunResult, exchanged: ExchangeReport) -> None:
+    """Who did what between replicas, one line per fact."""
+    each = exchanged.replicas
+    table.add_row("updates", ", ".join(f"replica {number}: {one.updates:,}" for number, one in each.items()))
+    waits = [f"{one.wait_seconds / max(one.train_seconds, 1e-9):.0%}" for one in each.values()]
+    table.add_row("time in the exchange", ", ".join(waits))
+    if result.staleness is not None:
+        table.add_row("staleness", f"mean {result.staleness.mean:.2f}, at most {result.staleness.max}")
+    dropped = sum(one.dropped for one in each.values())
+    if dropped:
+        table.add_row("dropped gradients", f"{dropped:,}")
+    moved = result.bytes_per_step
+    where = "in shared memory" if exchanged.servers == "direct" else show_bytes(moved.counted)
+    table.add_row("exchanged per step", where)
+    if moved.predicted is not None and exchanged.servers != "direct":
+        table.add_row("  predicted", show_bytes(moved.predicted))
+    lost = [event["who"] for event in exchanged.events if event["what"] == "lost"]
+    if lost:
+        table.add_row("lost replicas", ", ".join(map(str, lost)))
 
 
 class _Bar(_Lines):
@@ -123,20 +162,19 @@ class _Bar(_Lines):
             self._bar.start()
         self._bar.update(self._finding, completed=done, total=of, facts=what[:40])
 
-    def started(self, job: Job, progress: RunProgress, folder: RunFolder) -> None:
+    def started(self, about: About, folder: RunFolder) -> None:
         if self._finding is not None:
             self._bar.remove_task(self._finding)
-        super().started(job, progress, folder)
-        self._task = self._bar.add_task("", total=job.total_steps, facts="")
+        super().started(about, folder)
+        self._task = self._bar.add_task("", total=about.epochs * about.steps_per_epoch, facts="")
         self._bar.start()
 
-    def stepped(self, progress: RunProgress) -> None:
-        description = f"epoch {progress.position.epoch + 1}/{self._epochs}"
-        self._bar.update(self._task, completed=progress.steps, description=description)
+    def stepped(self, steps: int, epoch: int) -> None:
+        self._bar.update(self._task, completed=steps, description=f"epoch {min(epoch + 1, self._epochs)}/{self._epochs}")
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         super().logged(metrics)
-        if metrics["event"] == "steps":
+        if metrics["event"] == "steps" and metrics["loss"] is not None:
             facts = f"loss {metrics['loss']:.3f}  {metrics['samples_per_sec']:,.0f}/s"
             self._bar.update(self._task, facts=facts)
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.errors import CheckpointError
 from shoal.files import write_atomically
@@ -19,6 +20,7 @@ CHANGEABLE = frozenset(
     {
         *("epochs", "eval_every", "checkpoint_every", "log_every", "out"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
+        *("exchange_options", "slow"),
     }
 )
 
@@ -58,16 +60,14 @@ def save(path: Path, job: Job, progress: Progress) -> None:
 
     Costs one copy of the weights and momenta on rank 0, which writes. Collective.
     """
-    model, optimizer = job.network.states(job.optimizer)
+    state = state_of(job)
     losses = job.network.gather(progress.losses.tolist())
     if job.network.rank:
         return
     content = {
         "schema": SCHEMA,
         "config": job.config.model_dump(mode="json"),
-        "model": model,
-        "optimizer": optimizer,
-        "random": _random_state(job.device),
+        **state,
         "position": progress.position.to_dict(),
         "steps": progress.steps,
         "losses": torch.tensor(losses, dtype=torch.float64),
@@ -81,14 +81,16 @@ def save(path: Path, job: Job, progress: Progress) -> None:
     write_atomically(path, lambda draft: torch.save(content, draft))
 
 
-def restore(path: Path, job: Job) -> Progress:
-    """Put `job` where the run stood that wrote `path`; on as many workers under the same plan it goes on bit for bit.
+def state_of(job: Job) -> dict[str, Any]:
+    """Network, optimizer and random state, in whole tensors, on rank 0. Collective."""
+    model, optimizer = job.network.states(job.optimizer)
+    return {"model": model, "optimizer": optimizer, "random": _random_state(job.device)}
 
-    A file that is damaged, of another version, or of other settings (but for `CHANGEABLE`) is a
-    `CheckpointError`; `job` must then not be used.
-    """
+
+def read(path: Path, config: TrainConfig, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What `path` holds, if it is whole, of this version, and of a run with these settings but for `CHANGEABLE`."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location=job.device, weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise CheckpointError(
@@ -99,9 +101,24 @@ def restore(path: Path, job: Job) -> Progress:
         raise CheckpointError(
             f"checkpoint {str(path)!r} was not written by this version.", f"It needs the schema {SCHEMA!r}."
         )
-    _check_settings(content["config"], job)
+    _check_settings(content["config"], config)
+    return content
+
+
+def put_in(content: dict[str, Any], job: Job) -> None:
+    """Network, optimizer and random state as `read` found them."""
     job.network.load(content["model"], content["optimizer"], job.optimizer, steps=content["steps"])
     _set_random_state(content["random"], job.device)
+
+
+def restore(path: Path, job: Job) -> Progress:
+    """Put `job` where the run stood that wrote `path`; on as many workers under the same plan it goes on bit for bit.
+
+    A file that is damaged, of another version, or of other settings (but for `CHANGEABLE`) is a
+    `CheckpointError`; `job` must then not be used.
+    """
+    content = read(path, job.config, job.device)
+    put_in(content, job)
     same = all(content["config"][name] == getattr(job.config, name) for name in ("plan", "workers", "recompute"))
     return Progress(
         position=Position.from_dict(content["position"]),
@@ -123,8 +140,8 @@ def _own_losses(table: torch.Tensor, job: Job) -> torch.Tensor:
     return table.sum(0) if job.network.rank == 0 else torch.zeros_like(table[0])
 
 
-def _check_settings(before: dict[str, Any], job: Job) -> None:
-    now = job.config.model_dump(mode="json")
+def _check_settings(before: dict[str, Any], config: TrainConfig) -> None:
+    now = config.model_dump(mode="json")
     for name, value in now.items():
         if name not in CHANGEABLE and before.get(name) != value:
             raise CheckpointError(

@@ -11,19 +11,17 @@ same decisions.
 import math
 import statistics
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
 
 from shoal.data import Position
-from shoal.errors import DivergedError, OutOfMemoryError, StoppedError
+from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
-from shoal.machine import peak_resident_bytes
 from shoal.result import BytesPerStep, RunResult, versions
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
@@ -32,29 +30,9 @@ from shoal.training.folder import RunFolder
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
+from shoal.training.listener import About, Listener
+from shoal.training.memory import out_of_memory, peak_bytes
 from shoal.training.metrics import MetricsFile
-
-
-class Listener:
-    """Hears what a run does; override what you want to hear. Called often: be quick."""
-
-    def planning(self, done: int, of: int, what: str) -> None:
-        """With the plan `auto`: how far profiling, search and race are, and what comes next."""
-
-    def started(self, job: Job, progress: Progress, folder: RunFolder) -> None:
-        """Everything is checked; the first step comes next."""
-
-    def stepped(self, progress: Progress) -> None:
-        """One optimizer step is done."""
-
-    def logged(self, metrics: Mapping[str, Any]) -> None:
-        """A line was written to `metrics.jsonl`."""
-
-    def finished(self, result: RunResult, folder: RunFolder) -> None:
-        """`result.json` is written."""
-
-    def ended(self) -> None:
-        """Nothing more will be heard, whether the run finished, failed or was interrupted."""
 
 
 def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
@@ -85,7 +63,7 @@ class Run:
             result = self._train_and_test()
             self.listener.finished(result, self.folder)
         except (RuntimeError, MemoryError) as error:
-            raise _told_of_memory(error, self.job) or error from error
+            raise out_of_memory(error, self.job.config) or error from error
         finally:
             self.listener.ended()
         return result
@@ -94,7 +72,7 @@ class Run:
         job, progress = self.job, self.progress
         path = self.folder.metrics if self._keeps_files else None
         with StopSignal() as stop, MetricsFile(path, length=progress.metrics_length) as metrics:
-            self.listener.started(job, progress, self.folder)
+            self.listener.started(self._about(), self.folder)
             tested: Evaluation | None = None
             while progress.position.epoch < job.config.epochs:
                 self._train_epoch(metrics, stop)
@@ -106,6 +84,27 @@ class Run:
                 write_atomically(self.folder.weights, lambda draft: save_model(whole, str(draft)))
                 write_text_atomically(self.folder.result, result.to_json())
         return result
+
+    def _about(self) -> About:
+        job, config = self.job, self.job.config
+        return About(
+            model=config.model,
+            parameters=job.network.parameters,
+            data=config.data,
+            train_samples=len(job.splits.train),
+            test_samples=len(job.splits.test),
+            origin=job.splits.origin,
+            epochs=config.epochs,
+            steps_per_epoch=job.loader.order.steps_per_epoch,
+            batch=config.batch,
+            workers=job.network.ranks,
+            plan=job.network.plan.name,
+            replicas=1,
+            exchange="none",
+            device=str(job.device),
+            threads=config.threads or 1,
+            done=self.progress.steps,
+        )
 
     @property
     def _keeps_files(self) -> bool:
@@ -133,7 +132,7 @@ class Run:
                 now = time.perf_counter()
                 progress.step_seconds.append(now - before)
                 before = now
-                self.listener.stepped(progress)
+                self.listener.stepped(progress.steps, epoch)
                 if (step + 1) % config.log_every == 0 or step + 1 == steps_per_epoch:
                     self._log_steps(metrics, rate)
                 if job.network.agreed(bool(stop)):
@@ -179,6 +178,7 @@ class Run:
             step=self.progress.steps,
             test_loss=tested.loss,
             test_accuracy=tested.accuracy,
+            wall_seconds=time.perf_counter() - self._begun,
             **({} if tested.iou is None else {"test_iou": tested.iou}),
         )
         return tested
@@ -234,7 +234,7 @@ class Run:
         """What the run did, as all ranks know it."""
         config, progress, network = self.job.config, self.progress, self.job.network
         sent, steps = self._sent()
-        own = [network.bytes_per_step(), _peak_memory(self.job.device)]
+        own = [network.bytes_per_step(), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
         return RunResult(
             model=config.model,
@@ -264,24 +264,3 @@ class Run:
             origin=self.job.splits.origin,
             versions=versions(),
         )
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        return peak_resident_bytes()
-    return torch.accelerator.max_memory_allocated(device)
-
-
-def _told_of_memory(error: Exception, job: Job) -> OutOfMemoryError | None:
-    """What to say of an allocation that failed, on any device; None where `error` is something else."""
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if not short and not any(words in str(error) for words in ("allocate memory", "bad_alloc")):
-        return None
-    found = OutOfMemoryError(
-        f"a step of {job.config.model!r} with batch {job.config.batch} on {job.config.workers} workers, plan "
-        f"{job.config.plan!r}, needs more memory than there is: {str(error).splitlines()[0]}",
-        "Cut the images over more workers (--workers N --plan spatial), take a smaller --batch, or add --recompute.",
-    )
-    for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found

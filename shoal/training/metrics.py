@@ -28,6 +28,10 @@ class MetricsFile:
         """Bytes written so far: what `__init__` needs to go on from here."""
         return self._file.tell()
 
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,0 +1,57 @@
+"""Who hears what a run does: the progress bar, or a user's own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.result import RunResult
+from shoal.training.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run is about to do."""
+
+    model: str
+    parameters: int
+    data: str
+    train_samples: int
+    test_samples: int
+    origin: str
+    """Where the data was found."""
+    epochs: int
+    steps_per_epoch: int
+    batch: int
+    workers: int
+    plan: str
+    replicas: int
+    exchange: str
+    device: str
+    threads: int
+    done: int
+    """Steps of an earlier part of the run."""
+
+
+class Listener:
+    """Hears what a run does; override what you want to hear. Called often: be quick."""
+
+    def planning(self, done: int, of: int, what: str) -> None:
+        """With the plan `auto`: how far profiling, search and race are, and what comes next."""
+
+    def started(self, about: About, folder: RunFolder) -> None:
+        """Everything is checked; the first step comes next."""
+
+    def stepped(self, steps: int, epoch: int) -> None:
+        """So many steps are done, and so many whole epochs."""
+
+    def logged(self, metrics: Mapping[str, Any]) -> None:
+        """A line was written to `metrics.jsonl`."""
+
+    def happened(self, what: str, replica: int) -> None:
+        """With several replicas: one joined, was lost, froze, came back or left."""
+
+    def finished(self, result: RunResult, folder: RunFolder) -> None:
+        """`result.json` is written."""
+
+    def ended(self) -> None:
+        """Nothing more will be heard, whether the run finished, failed or was interrupted."""
