@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
+from shoal.exchanges import ExchangeOptions, parse_exchange
 from shoal.machine import cores
 from shoal.units import parse_quantity
 
@@ -139,6 +140,15 @@ class TrainConfig(Settings):
     weight_decay: float = Field(default=5e-4, ge=0)
     """L2 penalty on the weights."""
 
+    replicas: int = Field(default=1, gt=0)
+    """Copies of the network, each on workers / replicas of the workers under the plan; kept together by the exchange."""
+    exchange: str | None = None
+    """How replicas keep together: allreduce, backup, downpour or dasgd; allreduce unless given. See docs/exchanges.md."""
+    exchange_options: Options = Field(default_factory=dict)
+    """Options of the exchange, such as n_sync=4,servers=processes."""
+    slow: Options = Field(default_factory=dict)
+    """Make one worker slow on purpose, such as rank=1,factor=3: three times as long per step."""
+
     race: bool = True
     """With the plan auto: run the best few for some steps and take the fastest, not the prediction's word."""
     bucket_bytes: int | None = Field(default=None, gt=0)
@@ -155,6 +165,14 @@ class TrainConfig(Settings):
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_worker_each(cls, values: Any) -> Any:
+        """Replicas alone say how many workers there are: one each."""
+        if isinstance(values, dict) and "replicas" in values and "workers" not in values:
+            return {**values, "workers": values["replicas"]}
+        return values
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no field can see alone."""
@@ -163,7 +181,60 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
+        self._check_replicas()
         return self
+
+    def _check_replicas(self) -> None:
+        if self.workers % self.replicas:
+            raise ConfigError(
+                f"replicas = {self.replicas} does not divide workers = {self.workers}.",
+                "Every replica has the same number of workers: give a multiple of --replicas as --workers.",
+            )
+        if self.exchange is None and self.exchange_options:
+            raise ConfigError(
+                f"exchange_options = {self.exchange_options} are for no exchange.", "Name it with --exchange."
+            )
+        options = self.exchange_settings()
+        if options is None:
+            unknown = self.slow
+        else:
+            unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
+            self._check_batch(options)
+        if unknown:
+            raise ConfigError(
+                f"slow = {self.slow} does not work: it should be rank=R,factor=F in a run with an exchange.",
+                "Such as --replicas 2 --exchange downpour --slow rank=1,factor=3.",
+            )
+        rank, factor = self.slow.get("rank", 0), self.slow.get("factor", 1)
+        if not isinstance(rank, int) or not 0 <= rank < self.workers:
+            raise ConfigError(f"slow: there is no rank {rank!r} among {self.workers} workers.", "Ranks count from 0.")
+        if not isinstance(factor, int | float) or factor < 1:
+            raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
+
+    def _check_batch(self, options: ExchangeOptions) -> None:
+        backups = getattr(options, "backups", 0)
+        if backups >= self.replicas:
+            raise ConfigError(
+                f"backups = {backups} leaves none of {self.replicas} replicas to wait for.",
+                "Give more --replicas, or fewer backups.",
+            )
+        if self.batch % (self.replicas - backups):
+            raise ConfigError(
+                f"batch = {self.batch} is not divided evenly by {self.replicas - backups} replicas.",
+                "Give a --batch that is a multiple of them: each replica takes an equal share.",
+            )
+
+    def exchange_settings(self) -> ExchangeOptions | None:
+        """The exchange between replicas; None for one replica without any."""
+        if self.exchange is None and self.replicas == 1:
+            return None
+        return parse_exchange(self.exchange or "allreduce", self.exchange_options)
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples of one gradient of one replica: its share of the batch."""
+        options = self.exchange_settings()
+        return self.batch if options is None else self.batch // (self.replicas - getattr(options, "backups", 0))
 
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""

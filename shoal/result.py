@@ -2,7 +2,7 @@
 
 import platform
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,9 +12,10 @@ from shoal._version import __version__
 class BytesPerStep(BaseModel):
     """Payload that crosses between ranks in one step: from the pure moves, and counted at the transport."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    predicted: int
+    predicted: int | None
+    """None where it depends on the values that are sent."""
     counted: int
 
 
@@ -25,6 +26,39 @@ class Staleness(BaseModel):
 
     mean: float
     max: int
+    histogram: dict[int, int] = Field(default_factory=dict)
+    """Updates by staleness."""
+
+
+class ReplicaReport(BaseModel):
+    """What one replica did in an exchange."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    updates: int
+    dropped: int
+    wait_seconds: float
+    train_seconds: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class ExchangeReport(BaseModel):
+    """What happened between replicas."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    options: dict[str, Any]
+    servers: str
+    """Where weights are held: none, direct, processes or threads."""
+    replicas: dict[int, ReplicaReport]
+    repeated: int
+    """Batches that were trained on twice, because a replica that had them was thought to be gone."""
+    spread: float | None
+    """Largest measured distance of a replica from the common weights, relative to their length."""
+    events: list[dict[str, Any]]
+    """Who joined, was lost, froze, came back, and when (seconds from the start)."""
 
 
 class RunResult(BaseModel):
@@ -59,6 +93,7 @@ class RunResult(BaseModel):
     peak_memory_bytes: list[int]
     """Per rank: largest resident size of the process, or largest allocation on an accelerator."""
     staleness: Staleness | None
+    exchanged: ExchangeReport | None = None
     wall_seconds: float
     """From the first step to the last test, over all resumed parts."""
     parameters: int

@@ -442,6 +442,26 @@ def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> N
     model._states.load(full, model._transport.rank)
 
 
+def holders(model: ParallelModule) -> dict[str, tuple[int, ...]]:
+    """For every parameter, the ranks that hold the same shard of it as this rank does."""
+    rank = model._transport.rank
+    return {name: model._states.ranks_of(name, rank) for name, _ in model.named_parameters()}
+
+
+def tell_holders(model: ParallelModule, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors of parameters' shapes, as the first holder of each shard has them, on all its holders. Collective."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for name, ranks in holders(model).items():
+        if len(ranks) > 1 and name in tensors:
+            groups.setdefault((ranks, tensors[name].dtype), []).append(tensors[name])
+    with torch.no_grad():
+        for (ranks, _), members in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]))):
+            whole = torch.cat([member.reshape(-1) for member in members])  # one message for many small tensors
+            model._transport.tell(whole, ranks, GRADIENT)
+            for member, part in zip(members, whole.split([member.numel() for member in members]), strict=True):
+                member.copy_(part.view(member.shape))
+
+
 def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients down so that their norm over the whole network is at most `max_norm`; returns the norm.
 

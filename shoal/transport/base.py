@@ -46,8 +46,8 @@ class Waitable(Protocol):
 class Transport:
     """The ranks of one replica; without a process group, this process alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        there = dist.is_available() and dist.is_initialized()
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        there = dist.is_available() and dist.is_initialized() and not alone
         self.group = group
         self.rank = dist.get_rank(group) if there else 0
         self.world = dist.get_world_size(group) if there else 1
@@ -133,6 +133,13 @@ class Transport:
         self._count_sum(tensor, ranks, label)
         work: Waitable = dist.all_reduce(tensor, group=self._group(purpose, ranks), async_op=True)
         return work
+
+    def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
+        """The first rank's tensor, in place on all of `ranks`."""
+        if len(ranks) > 1:
+            if self.rank == ranks[0]:
+                self._count((len(ranks) - 1) * tensor.nbytes, len(ranks) - 1, self.label)
+            dist.broadcast(tensor, self._global(ranks[0]), group=self._group(purpose, ranks))
 
     def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The largest over ranks, in place on each."""

@@ -120,6 +120,15 @@ class MemoryTransport(Transport):
         self._reduce(tensor, ranks, label, torch.add)
         return _Done()
 
+    def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
+        """The first rank's tensor, in place on all of `ranks`."""
+        if self.rank != ranks[0]:
+            tensor.copy_(self._receive(ranks[0], "tell"))
+            return
+        for dst in ranks[1:]:
+            self._count(tensor.nbytes, 1, self.label)
+            self._send(tensor, dst, "tell")
+
     def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The largest over ranks, in place on each."""
         if len(ranks) > 1:

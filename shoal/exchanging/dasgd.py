@@ -1,0 +1,53 @@
+"""`dasgd`: asynchronous servers with sparse gradients, momentum and decay with staleness (Chan & Lane 2014).
+
+Keeps       what `downpour` keeps; with sparse and decay off and momentum at the server it is `downpour`, bit for bit. With
+            `residual` nothing is lost: what was not pushed is added to the next gradient.
+Gives up    a replica's weights lag behind the servers' where a change was too small to be sent back.
+Costs       a push sends 8 bytes for each of `density` of the elements, and over links a fetch the same for the elements
+            that changed most; selecting costs about three passes over the gradient. One more copy of the gradient in each
+            replica (residual), one with momentum at the worker, and per replica one in the servers (what it has).
+Failure     as `downpour`; a replica that is lost takes its residual with it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.exchanging.downpour import Downpour
+from shoal.exchanging.held import Push
+from shoal.exchanging.sparse import Remainder, Selector
+
+
+class Dasgd(Downpour):
+    """`selector`: which elements are pushed; None pushes all. `own_momentum`, `own_decay`: what this replica adds to its
+    gradients itself, where the servers do not."""
+
+    def __init__(
+        self, *args: Any, selector: Selector | None, own_momentum: float, own_decay: float, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._own_momentum, self._own_decay = own_momentum, own_decay
+        self._momenta: list[Tensor] = []
+        self._remainders: list[Remainder] | None = None
+        if selector is not None:
+            self._remainders = [Remainder(selector, weights) for weights in self._cut(self.replica.weights)]
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = self.replica.gradients()
+        if self._own_decay and gradients:
+            torch._foreach_add_(gradients, self.replica.weights, alpha=self._own_decay)
+        if not self._own_momentum or not gradients:
+            return gradients
+        if not self._momenta:
+            self._momenta = [torch.zeros_like(gradient) for gradient in gradients]
+        torch._foreach_mul_(self._momenta, self._own_momentum)
+        torch._foreach_add_(self._momenta, gradients)
+        # Servers may change what they get; what is selected from it is a copy already.
+        return self._momenta if self._remainders is not None else [one.clone() for one in self._momenta]
+
+    def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
+        if self._remainders is None:
+            return super()._first_push(number, values, weights, rate)
+        return Push(self._remainders[number].take(values), self._versions[number], rate)

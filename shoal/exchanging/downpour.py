@@ -1,0 +1,217 @@
+"""`downpour`: asynchronous parameter servers (Dean et al. 2012; Paine et al. 2013 with n_push = n_fetch = n_sync).
+
+Keeps       one replica is plain SGD, bit for bit, at any n_sync; Adagrad over shards is Adagrad.
+Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness, measured);
+            shards may be of different versions. The order of updates differs from run to run.
+Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside the
+            weights one more copy in each replica where n_push or n_fetch is over 1; the rule's state lives in the servers.
+Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends the
+            run, which can be resumed from its last checkpoint.
+
+With `rule=sgd` and `rule=adagrad` servers step on pushed gradients; between pushes a replica takes steps of its own with
+its own optimizer and pushes the sum of their gradients (Dean). With `rule=add` the replica's own optimizer makes all steps, and
+it pushes how far they took it (Paine).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.exchanging.base import Exchange, distance
+from shoal.exchanging.held import Outcome, Push, copy_all, on_host
+from shoal.exchanging.replica import Replica
+from shoal.exchanging.server import ShardClient
+from shoal.exchanging.shards import Slice
+
+SPREAD_EVERY = 50
+"""Exchanges from one measurement of the distance to the common weights to the next: it costs a pass over them."""
+
+
+class Downpour(Exchange):
+    """One replica and its shards, wherever these are."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        shards: Sequence[tuple[Sequence[Slice], ShardClient]],
+        *,
+        rule: str,
+        server_momentum: float,
+        push_every: int,
+        fetch_every: int,
+        turn: int = 0,
+        sparse_back: bool = False,
+    ) -> None:
+        super().__init__(replica)
+        self._slices = [slices for slices, _ in shards]
+        self._shards = [shard for _, shard in shards]
+        self._rule, self._server_momentum = rule, server_momentum
+        self._push_every, self._fetch_every = push_every, fetch_every
+        self._local = push_every > 1 or fetch_every > 1 or rule == "add"
+        """Whether this replica takes steps of its own between exchanges."""
+        self._versions = [0] * len(self._shards)
+        self._undisturbed = [True] * len(self._shards)
+        """Whether nobody else pushed to a shard between this replica's last fetch and push."""
+        self._turn = turn
+        self._sparse_back = sparse_back
+        self._whole = False
+        """Whether servers are asked for all weights, also where they would send changes only."""
+        self._count = 0
+        self._exchanges = 0
+        self._traffic = (0, 0)
+        self._mark: list[Tensor] = []
+        """Weights as of the last push or fetch: what came since is this replica's own."""
+        self._sums: list[Tensor] = []
+        """Gradients since the last push, where servers want them and several make a push."""
+
+    def begin(self, *, first: bool) -> None:
+        for number, (shard, weights) in enumerate(zip(self._shards, self._cut(self.replica.weights), strict=True)):
+            if first:
+                state = [self._cut(self.replica.momenta())[number]] if self._server_keeps_momentum else []
+                self._versions[number] = shard.begin(on_host(weights), [on_host(kept) for kept in state])
+            else:
+                self._versions[number] = shard.wait()
+        self._exchange(None, 0.0, fetch=True)
+        self.replica.spread()
+        if self._local:
+            self._mark = [weight.clone() for weight in self.replica.weights]
+            if self._rule != "add":
+                self._sums = [torch.zeros_like(weight) for weight in self.replica.weights]
+
+    @property
+    def _server_keeps_momentum(self) -> bool:
+        return self._rule == "sgd" and self._server_momentum > 0
+
+    def step(self, rate: float) -> bool:
+        self.tally.steps += 1
+        self._count += 1
+        if not self._local:
+            applied = self._exchange(self._gradients(), rate, fetch=True)
+            self.replica.spread()
+            return applied
+        if self._rule != "add" and self._sums:
+            torch._foreach_add_(self._sums, self._gradients())
+        for group in self.replica.optimizer.param_groups:
+            group["lr"] = rate
+        self.replica.optimizer.step()
+        push, fetch = self._count % self._push_every == 0, self._count % self._fetch_every == 0
+        return self._exchange_own(rate, push=push, fetch=fetch) if push or fetch else True
+
+    def _gradients(self) -> list[Tensor]:
+        """What the last backward gives to servers; they may change it."""
+        return self.replica.gradients()
+
+    def settle(self) -> None:
+        self._whole = True
+        self._settle()
+        self._whole = False
+
+    def _settle(self) -> None:
+        if self._local:
+            pending = self._count % self._push_every > 0
+            self._exchange_own(self.replica.optimizer.param_groups[0]["lr"], push=pending, fetch=True)
+            self._count = 0
+            return
+        self._exchange(None, 0.0, fetch=True)
+        self.replica.spread()
+        if self._server_keeps_momentum:
+            for shard, momenta in zip(self._shards, self._cut(self.replica.momenta()), strict=True):
+                _, state = shard.snapshot()
+                copy_all(momenta, state[0])
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def _exchange_own(self, rate: float, *, push: bool, fetch: bool) -> bool:
+        """Push what this replica did since its last push; fetch, and keep on top what it has not pushed."""
+        weights = self.replica.weights
+        change = list(torch._foreach_sub(weights, self._mark)) if weights else []
+        kept = not push and self._count % self._push_every > 0
+        if self._sparse_back:  # servers send what changed since this replica last fetched
+            copy_all(weights, self._mark)
+        applied = self._exchange((change if self._rule == "add" else self._sums) if push else None, rate, fetch=fetch)
+        if push and self._sums:
+            torch._foreach_zero_(self._sums)
+        if push or fetch:
+            copy_all(self._mark, weights)
+        if kept and weights:
+            torch._foreach_add_(weights, change)
+        if fetch:
+            self.replica.spread()
+        return applied
+
+    def _exchange(self, values: Sequence[Tensor] | None, rate: float, *, fetch: bool, at_least: int = 0) -> bool:
+        """Push `values`, unless there are none, and fetch this rank's weights, unless told not to, at all shards at once."""
+        weights = self._cut(self.replica.weights)
+        pushed = None if values is None else self._cut(values)
+        before = self._copy_now_and_then(fetch=fetch, push=pushed is not None)
+        with self._waiting():
+            for number, shard in enumerate(self._shards):
+                push = None if pushed is None else self._first_push(number, pushed[number], weights[number], rate)
+                shard.ask(push, fetch=fetch, at_least=at_least, whole=self._whole)
+            outcomes = [self._finish(number, pushed, weights[number] if fetch else None, rate) for number in self._turns()]
+        if before is not None:
+            self.tally.spread = distance(before, self.replica.weights)
+        return self._note(outcomes) if pushed is not None else True
+
+    def _turns(self) -> Sequence[int]:
+        """Shards in an order in which replicas that begin together do not all wait for the same one."""
+        count = len(self._shards)
+        return [(self._turn + number) % count for number in range(count)]
+
+    def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
+        """Whole weights where nobody came between last time: exact, where adding a change to the old ones would round."""
+        if self._rule == "add" and self._undisturbed[number]:
+            return Push(on_host([weight.clone() for weight in weights]), self._versions[number], rate, "weights")
+        return Push(on_host(values), self._versions[number], rate)
+
+    def _finish(
+        self, number: int, pushed: Sequence[Sequence[Tensor]] | None, into: Sequence[Tensor] | None, rate: float
+    ) -> Outcome:
+        shard = self._shards[number]
+        outcome = _answer(shard, into)
+        if pushed is not None:
+            if not outcome.applied and self._rule == "add" and self._undisturbed[number]:
+                shard.ask(Push(on_host(pushed[number]), self._versions[number], rate), fetch=into is not None, whole=self._whole)
+                outcome = _answer(shard, into)
+            self._undisturbed[number] = outcome.staleness == 0
+        if into is not None:
+            self._versions[number] = outcome.version
+        return outcome
+
+    def _copy_now_and_then(self, *, fetch: bool, push: bool) -> list[Tensor] | None:
+        self._exchanges += 1
+        due = fetch and push and self._exchanges % SPREAD_EVERY == 0
+        return [weight.clone() for weight in self.replica.weights] if due else None
+
+    def _note(self, outcomes: Sequence[Outcome]) -> bool:
+        """A push counts as applied if any shard applied it, and is as stale as its stalest part."""
+        applied = any(outcome.applied for outcome in outcomes) or not outcomes
+        if applied:
+            self.tally.updates += 1
+            self.tally.staleness[max((outcome.staleness for outcome in outcomes if outcome.applied), default=0)] += 1
+        else:
+            self.tally.dropped += 1
+        traffic = [shard.traffic for shard in self._shards]
+        sent, received = sum(one for one, _ in traffic), sum(one for _, one in traffic)
+        self.tally.sent_bytes += sent - self._traffic[0]
+        self.tally.received_bytes += received - self._traffic[1]
+        self._traffic = sent, received
+        return applied
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What each shard holds of these tensors, as views."""
+        by_name = dict(zip(self.replica.names, tensors, strict=True))
+        return [[by_name[one.name][one.start : one.stop] for one in slices] for slices in self._slices]
+
+
+def _answer(shard: ShardClient, into: Sequence[Tensor] | None) -> Outcome:
+    """Shards live in host memory; a replica's weights may not."""
+    if into is None or all(tensor.device.type == "cpu" for tensor in into):
+        return shard.answer(into)
+    arrived = [torch.empty_like(tensor, device="cpu") for tensor in into]
+    outcome = shard.answer(arrived)
+    copy_all(into, arrived)
+    return outcome

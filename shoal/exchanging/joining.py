@@ -1,0 +1,258 @@
+"""From options and a meeting point to one rank's side of an exchange."""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from shoal import exchanges
+from shoal.errors import ConfigError, PeerError
+from shoal.exchanging.allreduce import Allreduce
+from shoal.exchanging.backup import Backup
+from shoal.exchanging.base import Exchange
+from shoal.exchanging.dasgd import Dasgd
+from shoal.exchanging.downpour import Downpour
+from shoal.exchanging.replica import Replica
+from shoal.exchanging.server import LocalShard, RemoteShard, Server, ShardClient, Terms
+from shoal.exchanging.shared import SharedFolder
+from shoal.exchanging.shards import Slice, spread
+from shoal.exchanging.sparse import Selector
+from shoal.linking import Address, Frame, Link, LinkLost, connect, own_address
+
+BEATS = 4
+"""Signs of life within one heartbeat."""
+SHARD_ELEMENTS = 1 << 20
+"""In shared memory: weights per shard, unless told otherwise, so that replicas rarely wait for the same one."""
+MOST_SHARDS = 16
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the replicas of a run meet. Survives pickling."""
+
+    address: Address
+    token: str
+    replicas: int
+    """How many there were to be at the beginning."""
+    shared: Path | None = None
+    """The folder of shared weights, where all replicas are on one host and use it."""
+    store: tuple[str, int] | None = None
+    """The table through which lockstep groups are made."""
+
+
+class Seat:
+    """This rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
+
+    def __init__(self, meeting: Meeting, *, rank: int, ranks: int, replica: int | None, pids: Sequence[int], heartbeat: float) -> None:
+        self.meeting, self.rank = meeting, rank
+        self.welcome: Mapping[str, Any] = {"replica": replica}
+        self._link: Link | None = None
+        if rank == 0:
+            hello = {"as": "replica", "replica": replica, "ranks": ranks, "pids": list(pids)}
+            self._link = connect(meeting.address, meeting.token, hello, name="the coordinator")
+            self.welcome = self._link.receive().head
+        self._heartbeat = heartbeat
+        self._pulse: Link | None = None
+        self._quiet = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def live(self, replica: int) -> None:
+        """Begin to give signs of life as a rank of `replica`."""
+        hello = {"as": "pulse", "replica": replica, "rank": self.rank}
+        self._pulse = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+        self._thread = threading.Thread(target=self._beat, name="shoal-pulse", daemon=True)
+        self._thread.start()
+
+    def ask(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> Frame:
+        """The coordinator's answer; only the first rank of a replica asks."""
+        self.send(head, buffers)
+        return self.hear()
+
+    def send(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
+        """Ask, and hear the answer later."""
+        self._asking().send(head, buffers)
+
+    def hear(self) -> Frame:
+        """The answer to what was asked first."""
+        return self._asking().receive()
+
+    def _asking(self) -> Link:
+        if self._link is None:
+            raise ValueError("only the first rank of a replica asks")
+        return self._link
+
+    def leave(self) -> None:
+        """Say goodbye and close the links."""
+        self._quiet.set()
+        if self._link is not None:
+            try:
+                self.ask({"ask": "leave"})
+            except LinkLost:
+                pass
+            self._link.close()
+        if self._pulse is not None:
+            try:
+                self._pulse.send({"bye": True})
+            except LinkLost:
+                pass
+            self._pulse.close()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _beat(self) -> None:
+        while self._pulse is not None and not self._quiet.wait(self._heartbeat / BEATS):
+            try:
+                self._pulse.send({})
+            except LinkLost:
+                return  # whoever asks next is told
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.leave()
+
+
+def server_count(options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, devices: str = "cpu") -> tuple[str, int]:
+    """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers."""
+    if isinstance(options, exchanges.Backup):
+        return "processes", 1
+    if not isinstance(options, exchanges.Served):
+        return "none", 0
+    kind = options.servers
+    if kind == "auto":
+        kind = "direct" if one_host else "processes"
+    if kind == "direct" and not one_host:
+        raise ConfigError(
+            "servers = 'direct' shares memory, but the replicas are on several hosts.",
+            "Give servers=processes or servers=threads.",
+        )
+    if kind == "direct":
+        return "direct", 0
+    return kind, options.shards or (replicas if kind == "threads" else 1)
+
+
+def join(options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, number: int) -> Exchange:
+    """This rank's side of the exchange. All ranks of the replica call it."""
+    meeting = seat.meeting
+    if isinstance(options, exchanges.Allreduce):
+        group = _group(meeting, seat.rank, number) if meeting.replicas > 1 else None
+        return Allreduce(replica, group, number=number, replicas=meeting.replicas, bucket_bytes=options.bucket_bytes)
+    momentum, weight_decay = replica.settings()["momentum"], replica.settings()["weight_decay"]
+    if isinstance(options, exchanges.Backup):
+        terms = {"rule": "sgd", "momentum": momentum, "weight_decay": weight_decay}
+        terms["wanted"] = max(1, meeting.replicas - options.backups)
+        shards = _shards(options, replica, seat, number, terms)
+        ask = (lambda head: seat.ask(head).head) if seat.rank == 0 else None
+        return Backup(replica, shards, ask=ask, server_momentum=momentum)
+    if isinstance(options, exchanges.Downpour):
+        rule = options.server_rule
+        at_server = momentum if rule == "sgd" else 0.0
+        terms = {"rule": rule, "momentum": at_server, "weight_decay": 0.0 if rule == "add" else weight_decay}
+        shards = _shards(options, replica, seat, number, terms | _limits(options))
+        return Downpour(
+            replica,
+            shards,
+            rule=rule,
+            server_momentum=at_server,
+            push_every=options.push_every,
+            fetch_every=options.fetch_every,
+            turn=number,
+        )
+    if isinstance(options, exchanges.Dasgd):
+        return _dasgd(options, replica, seat, number, momentum, weight_decay)
+    raise TypeError(f"no exchange for {type(options).__name__}")
+
+
+def _limits(options: exchanges.Served) -> dict[str, Any]:
+    return {"max_staleness": options.max_staleness}
+
+
+def _dasgd(
+    options: exchanges.Dasgd, replica: Replica, seat: Seat, number: int, momentum: float, weight_decay: float
+) -> Dasgd:
+    selector = None
+    if options.sparse != "none":
+        selector = Selector(
+            kind=options.sparse, density=options.density, threshold=options.threshold, residual=options.residual
+        )
+    at_worker = options.momentum_at == "worker"
+    own_decay = weight_decay if selector is not None or at_worker else 0.0
+    at_server = 0.0 if at_worker else momentum
+    on_cpu = all(weight.device.type == "cpu" for weight in replica.weights)
+    sparse_back = selector is not None and on_cpu and seat.meeting.shared is None
+    back = "sampled" if options.sparse == "threshold" else options.sparse  # a gradient's threshold is none for weights
+    terms = {
+        "rule": "sgd",
+        "momentum": at_server,
+        "weight_decay": weight_decay - own_decay,
+        "decay": options.decay,
+        "decay_base": options.decay_base,
+        "back": {"kind": back, "density": options.density} if sparse_back else None,
+    }
+    return Dasgd(
+        replica,
+        _shards(options, replica, seat, number, terms | _limits(options)),
+        rule="sgd",
+        server_momentum=at_server,
+        push_every=options.push_every,
+        fetch_every=options.fetch_every,
+        turn=number,
+        selector=selector,
+        own_momentum=momentum if at_worker else 0.0,
+        own_decay=own_decay,
+        sparse_back=sparse_back,
+    )
+
+
+def _shards(
+    options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, number: int, terms: Mapping[str, Any]
+) -> list[tuple[Sequence[Slice], ShardClient]]:
+    """The shards of what this rank speaks for: in shared memory, or one on each server."""
+    kinds = {name: weight.dtype for name, weight in zip(replica.names, replica.weights, strict=True)}
+    folder = seat.meeting.shared
+    if folder is not None:
+        wanted = options.shards if isinstance(options, exchanges.Served) else None
+        count = wanted or min(MOST_SHARDS, max(1, sum(replica.sizes.values()) // SHARD_ELEMENTS))
+        layout = spread(replica.sizes, count)
+        policy = Terms(sizes=(), dtypes=(), **terms).policy()
+        shards = SharedFolder(folder).shards(seat.rank, layout, kinds, policy, number)
+        return [(slices, LocalShard(shard)) for slices, shard in zip([s for s in layout if s], shards, strict=True)]
+    servers = seat.ask({"ask": "servers"}).head["servers"] if seat.rank == 0 else None
+    servers = next(found for found in replica.transport.gather_objects(servers) if found is not None)
+    found: list[tuple[Sequence[Slice], ShardClient]] = []
+    for which, (((host, port), token), slices) in enumerate(zip(servers, spread(replica.sizes, len(servers)), strict=True)):
+        if slices:
+            own = Terms([one.size for one in slices], [str(kinds[one.name])[6:] for one in slices], **terms)
+            found.append((slices, RemoteShard((host, port), token, f"{seat.rank}", own, name=f"server {which}")))
+    return found
+
+
+def _group(meeting: Meeting, column: int, number: int) -> Any:
+    """The ranks that hold the same shards in all replicas, as a process group of their own."""
+    if meeting.store is None:
+        raise PeerError("replicas in lockstep have no table to meet at.", "This is a bug: please report it.")
+    host, port = meeting.store
+    patience = timedelta(seconds=120)
+    table = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)  # type: ignore[attr-defined]
+    table = dist.PrefixStore(f"{meeting.token}/{column}", table)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(table, number, meeting.replicas, patience)  # type: ignore[attr-defined]
+
+
+def serve_in_threads(seat: Seat, number: int, count: int) -> Server | None:
+    """With servers as threads of replicas: replica `number`'s own, which it announces; None beyond the wanted count."""
+    if number >= count or seat.rank != 0:
+        return None
+    server = Server(host=own_address(seat.meeting.address[0]))
+    seat.ask({"ask": "serve", "number": number, "address": list(server.address), "token": server.token})
+    return server

@@ -1,0 +1,41 @@
+"""A server as a process of its own: `python -m shoal.exchanging.serve HOST PORT NUMBER`, the token in its environment.
+
+It announces itself to the coordinator and ends when the coordinator does.
+"""
+
+import os
+import subprocess
+import sys
+
+from shoal.exchanging.server import Server
+from shoal.linking import Address, LinkLost, connect, own_address
+
+TOKEN = "SHOAL_TOKEN"
+
+
+def start_server(address: Address, token: str, number: int) -> "subprocess.Popen[bytes]":
+    """Start server `number` of the run whose coordinator is at `address`."""
+    command = [sys.executable, "-m", "shoal.exchanging.serve", address[0], str(address[1]), str(number)]
+    return subprocess.Popen(command, env={**os.environ, TOKEN: token}, start_new_session=True)
+
+
+def main() -> None:
+    """Serve until the coordinator is gone."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    host, port, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    server = Server(host=own_address(host))
+    hello = {"as": "server", "number": number, "address": list(server.address), "token": server.token}
+    link = connect((host, port), os.environ[TOKEN], hello, name="the coordinator")
+    try:
+        while True:
+            head = link.receive().head
+            server.need(dict(head["needs"]), head["then"])
+    except LinkLost:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

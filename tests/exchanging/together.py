@@ -1,0 +1,121 @@
+"""Replicas as threads, or one after the other, of one process: real links and shards, no launcher."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.exchanges import parse_exchange
+from shoal.exchanging import Coordinator, Exchange, Meeting, Replica, Seat, SharedFolder, join
+from shoal.exchanging.server import Server
+from shoal.launching.group import store
+
+T = TypeVar("T")
+
+
+class Side:
+    """One replica: a network, its optimizer and its exchange."""
+
+    def __init__(self, number: int, model: nn.Module, optimizer: torch.optim.SGD, exchange: Exchange, seat: Seat) -> None:
+        self.number, self.model, self.optimizer, self.exchange, self.seat = number, model, optimizer, exchange, seat
+
+    def step(self, x: Tensor, y: Tensor, rate: float = 0.1) -> bool:
+        self.optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(self.model(x), y).backward()
+        return self.exchange.step(rate)
+
+    def push(self, gradient: float, rate: float = 1.0) -> bool:
+        """A step with every gradient element set to a number."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        return self.exchange.step(rate)
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
+
+
+def network(kind: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
+    """Convolution, odd sizes, a tensor that is large enough to be cut and to be sent sparsely."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7 * 16, 33), nn.ReLU(), nn.Linear(33, 5)
+    ).to(kind)
+
+
+def sgd(model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.01) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay, fused=True)
+
+
+def batch(number: int, samples: int = 8, kind: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(100 + number)
+    return torch.randn(samples, 1, 6, 6, generator=draws, dtype=kind), torch.randint(5, (samples,), generator=draws)
+
+
+@contextmanager
+def meeting(
+    name: str, replicas: int, *, servers: int = 0, **options: Any
+) -> Iterator[tuple[Callable[..., Side], Coordinator]]:
+    """A function that makes side `number`; with `servers` behind links, else in shared memory where the exchange has any."""
+    parsed = parse_exchange(name, options)
+    wanted = max(1, replicas - parsed.backups) if name == "backup" else 0  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        kept = [Server() for _ in range(servers)]
+        coordinator = Coordinator(heartbeat=parsed.heartbeat, servers=servers, wanted=wanted)
+        stack.callback(coordinator.close)
+        for number, server in enumerate(kept):
+            stack.callback(server.close)
+            coordinator.add_server(number, server)
+        shared = SharedFolder.create() if not servers and name in ("downpour", "dasgd") else None
+        if shared is not None:
+            stack.callback(shared.remove)
+        table = store(0, 60.0, serves=True)
+        where = Meeting(
+            coordinator.address,
+            coordinator.token,
+            replicas,
+            None if shared is None else shared.path,
+            ("127.0.0.1", table.port),
+        )
+
+        def side(number: int, *, kind: torch.dtype = torch.float32, momentum: float = 0.9, weight_decay: float = 0.01, seed: int = 1) -> Side:
+            model = network(kind, seed)
+            optimizer = sgd(model, momentum, weight_decay)
+            seat = Seat(where, rank=0, ranks=1, replica=number, pids=[], heartbeat=parsed.heartbeat)
+            seat.live(number)
+            exchange = join(parsed, Replica(dict(model.named_parameters()), optimizer), seat, number)
+            exchange.begin(first=number == 0)
+            one = Side(number, model, optimizer, exchange, seat)
+            stack.callback(seat.leave)
+            stack.callback(exchange.close)
+            return one
+
+        yield side, coordinator
+        for server in kept:
+            assert not server.errors, server.errors
+        assert not coordinator.errors, coordinator.errors
+
+
+def at_once(works: Sequence[Callable[[], T]], seconds: float = 60.0) -> list[T]:
+    """Run all in threads of their own; the first error is raised."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int, work: Callable[[], T]) -> None:
+        try:
+            results[number] = work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a replica hangs"
+    return [results[number] for number in range(len(works))]
