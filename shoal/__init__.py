@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.result import RunResult
     from shoal.timings import Timings
     from shoal.training import Listener, resume, train
+    from shoal.training.own_loop import exchange
     from shoal.verdict import Verdict
     from shoal.verifying import verify
 
@@ -40,6 +41,7 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "clip_grad_norm_",
+    "exchange",
     "capture",
     "LayerGraph",
     "verify",
@@ -65,6 +67,7 @@ _HOME = {
     "full_state_dict": "shoal.execution",
     "load_full_state_dict": "shoal.execution",
     "clip_grad_norm_": "shoal.execution",
+    "exchange": "shoal.training.own_loop",
     "capture": "shoal.capturing",
     "LayerGraph": "shoal.graph",
     "verify": "shoal.verifying",

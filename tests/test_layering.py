@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
+    "exchanges",
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -22,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "moves": {"partition"},
     "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
-    "config": {"errors", "machine", "units"},
+    "exchanges": {"errors"},
+    "config": {"errors", "machine", "units", "exchanges"},
     "result": {"_version"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
@@ -39,8 +41,11 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
     "launching": {"errors", "machine"},
+    "linking": {"errors"},
+    "exchanging": {"errors", "exchanges", "traffic", "transport", "linking"},
     "training": NOUNS
-    | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"},
+    | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
+    | {"linking", "exchanging"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}

@@ -19,13 +19,24 @@ from shoal.errors import ConfigError
     type=click.Path(path_type=Path),
     help="Go on with the stopped run in this folder.",
 )
+@click.option(
+    "--join",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Add one more replica to the run in this folder, which is under way with an asynchronous exchange.",
+)
 @click.option("--print-config", is_flag=True, help="Print all settings as a recipe, and stop.")
-def train(recipe: Path | None, resume: Path | None, print_config: bool, **options: str | None) -> None:
+def train(
+    recipe: Path | None, resume: Path | None, join: Path | None, print_config: bool, **options: str | None
+) -> None:
     """Train a network and write its results to a folder.
 
     RECIPE is a YAML file of the settings below; an option given here wins over it.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if join is not None:
+        _join(join, recipe, given)
+        return
     if resume is not None:
         _go_on(resume, recipe, given)
         return
@@ -59,3 +70,13 @@ def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
     from shoal.cli.progress import progress_for_people
 
     training.resume(folder, changes, progress_for_people())
+
+
+def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:
+    if recipe is not None or given:
+        raise ConfigError(
+            f"--join takes its settings from the run in {str(folder)!r}.", "Leave the recipe and all other options away."
+        )
+    from shoal.training.replicated import join_run
+
+    join_run(folder)

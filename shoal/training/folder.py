@@ -42,6 +42,11 @@ class RunFolder:
         return self.path / "checkpoint.pt"
 
     @property
+    def meeting(self) -> Path:
+        """While a run with an asynchronous exchange goes on: where another replica can join it."""
+        return self.path / "meeting.json"
+
+    @property
     def weights(self) -> Path:
         """The trained parameters and buffers alone."""
         return self.path / "model.safetensors"

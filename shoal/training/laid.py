@@ -22,6 +22,8 @@ from shoal.execution import (
     load_full_state_dict,
 )
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.module import holders, tell_holders
+from shoal.exchanging import Replica
 from shoal.finding import choose_plan
 from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box
@@ -102,6 +104,16 @@ class LaidNetwork(Network):
             finally:
                 self._tester.train()
                 self._current = self.module
+
+    def as_replica(self, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
+        speaks_for = [name for name, ranks in holders(self.module).items() if ranks[0] == self.rank]
+        return Replica(
+            dict(self.module.named_parameters()),
+            optimizer,
+            speaks_for=speaks_for,
+            spread=lambda tensors: tell_holders(self.module, tensors),
+            transport=transport,
+        )
 
     def bytes_per_step(self) -> int:
         return total(self.module.predicted()).bytes

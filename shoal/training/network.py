@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,10 @@ from torch.nn import functional as F
 from shoal.data import Part
 from shoal.partition import Cut
 from shoal.plan import Plan
+from shoal.transport import Transport
+
+if TYPE_CHECKING:
+    from shoal.exchanging import Replica
 
 PartOf = Callable[[int], Part]
 OptimizerState = Mapping[str, Mapping[str, Any]]
@@ -60,6 +64,12 @@ class Network:
             yield self.module, None
         finally:
             self.module.train()
+
+    def as_replica(self, optimizer: torch.optim.Optimizer, transport: Transport) -> "Replica":
+        """This rank's part of the network for an exchange with other replicas."""
+        from shoal.exchanging import Replica  # a network without an exchange need not wait for it to load
+
+        return Replica(dict(self.module.named_parameters()), optimizer, transport=transport)
 
     def bytes_per_step(self) -> int:
         """What this rank sends in a training step, predicted from the plan alone."""

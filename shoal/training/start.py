@@ -17,7 +17,8 @@ from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.folder import RunFolder
 from shoal.training.job import Job, load_whole, prepare
-from shoal.training.loop import Listener, Run
+from shoal.training.listener import Listener
+from shoal.training.loop import Run
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -54,8 +55,17 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
     world = surrounding()
     if world is not None and world.size > 1:
         config = config.model_copy(update={"workers": world.workers(config.workers if asked else None)})
+        if config.exchange_settings() is not None:
+            from shoal.training.replicated import train_in_world
+
+            device = _kind_of_device(config, world.local_size or world.size)
+            return train_in_world(config, resumed, listener, device, world)
         with joined(world, _kind_of_device(config, world.local_size or world.size), config.timeout):
             return train_on_rank(config, resumed, listener, world.local_size)
+    if config.exchange_settings() is not None:
+        from shoal.training.replicated import train_here  # a run without an exchange need not wait for it to load
+
+        return train_here(config, resumed, listener, _kind_of_device(config, config.workers))
     if config.workers == 1:
         return train_on_rank(config, resumed, listener)
     _check(config, resumed)

@@ -1,0 +1,159 @@
+"""Test accuracy of two replicas under each exchange beside one worker's, at equal samples, over seeds.
+
+    python -m benchmarks.exchange_accuracy.bench --study exchanges [--data fashion-mnist --model lenet5 --epochs 5]
+    python -m benchmarks.exchange_accuracy.bench --study dasgd --data audiomnist --model acoustic      # ablation, cold start
+    python -m benchmarks.exchange_accuracy.bench --study periods                                      # clients x n_sync, cold and warm (Paine)
+    python -m benchmarks.exchange_accuracy.bench --study modes                                        # sync, async, mixed; 1 and 2 servers (Campos)
+
+Every row is first tuned: short runs over a grid of learning rates on a seed that is not reported, the best of which is then run
+on the seeds. All runs go through the command line; what is printed comes from their result.json and metrics.jsonl.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TUNING_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration, beside the common settings."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+def _exchange(name: str, options: str = "", replicas: int = 2, workers: int | None = None, *more: str) -> tuple[str, ...]:
+    found = ["--replicas", str(replicas), "--workers", str(workers or replicas), "--exchange", name]
+    return (*found, *(["--exchange-options", options] if options else []), *more)
+
+
+STUDIES = {
+    "exchanges": [
+        Row("one worker", ("--workers", "1")),
+        Row("allreduce", _exchange("allreduce")),
+        Row("backup, 2 + 1", _exchange("backup", "backups=1", 3)),
+        Row("downpour", _exchange("downpour")),
+        Row("dasgd", _exchange("dasgd")),
+    ],
+    "dasgd": [
+        Row("one worker", ("--workers", "1")),
+        *(
+            Row(
+                f"sparse {sparse}, momentum {momentum}, decay {decay}",
+                _exchange(
+                    "dasgd",
+                    f"servers=processes,sparse={sparse},decay={decay},momentum_at=worker",
+                    2,
+                    2,
+                    *(() if momentum == "on" else ("--momentum", "0")),
+                ),
+            )
+            for sparse in ("none", "sampled")
+            for momentum in ("off", "on")
+            for decay in ("none", "exponential")
+        ),
+    ],
+    "periods": [
+        Row(f"{clients} clients, n_sync {period}, {'warm' if warm else 'cold'}", _exchange("downpour", f"n_sync={period},warm_start={warm}", clients))
+        for clients in (1, 2, 4)
+        for period in (1, 10, 50)
+        for warm in ((0, 500) if clients > 1 else (0,))
+    ],
+    "modes": [
+        Row("one worker", ("--workers", "1")),
+        Row("synchronous, 2 nodes", _exchange("allreduce")),
+        Row("asynchronous, 4 workers, 1 server", _exchange("downpour", "servers=processes,shards=1", 4)),
+        Row("asynchronous, 4 workers, 2 servers", _exchange("downpour", "servers=processes,shards=2", 4)),
+        Row("mixed, 2 nodes of 2, 1 server", _exchange("downpour", "servers=processes,shards=1", 2, 4, "--plan", "data")),
+        Row("mixed, 2 nodes of 2, 2 servers", _exchange("downpour", "servers=processes,shards=2", 2, 4, "--plan", "data")),
+    ],
+}
+
+
+def main() -> None:
+    """Tune, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=STUDIES, default="exchanges")
+    parser.add_argument("--data", default="fashion-mnist")
+    parser.add_argument("--model", default="lenet5")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", default="0.0125,0.025,0.05,0.1")
+    parser.add_argument("--tuning-epochs", type=int, default=2)
+    parser.add_argument("--target", type=float, default=0.85, help="test accuracy for the column time to accuracy")
+    args = parser.parse_args()
+    common = ["--model", args.model, "--data", args.data, "--batch", str(args.batch), "--threads", "1"]
+    print(f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; tuned over {args.rates} with {args.tuning_epochs} epochs", flush=True)
+    print("| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s | time to accuracy s | staleness mean, max | MB pushed, fetched per step | dropped | diverged |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    base: float | None = None
+    for row in STUDIES[args.study]:
+        tried = {rate: _run([*common, *row.options, "--lr", rate, "--epochs", str(args.tuning_epochs), "--seed", str(TUNING_SEED)]) for rate in args.rates.split(",")}
+        shown = ", ".join(f"{rate}: {_accuracy(one)}" for rate, one in tried.items())
+        rate = max(tried, key=lambda one: -1.0 if tried[one] is None else tried[one]["test_accuracy"])  # type: ignore[index]
+        runs = [_run([*common, *row.options, "--lr", rate, "--epochs", str(args.epochs), "--seed", str(seed)]) for seed in range(args.seeds)]
+        done = [run for run in runs if run is not None]
+        if not done:
+            print(f"| {row.name} | {shown} | {rate} | | | | | | | | {len(runs)} |", flush=True)
+            continue
+        accuracies = [run["test_accuracy"] for run in done]
+        mean = statistics.fmean(accuracies)
+        base = mean if base is None else base
+        speed = statistics.median(run["samples_per_second"] for run in done)
+        reached = [run["reached"](args.target) for run in done]
+        times = ", ".join("never" if one is None else f"{one:.0f}" for one in reached)
+        print(
+            f"| {row.name} | {shown} | {rate} | **{mean:.4f}** ({', '.join(f'{one:.4f}' for one in accuracies)}) | {100 * (mean - base):+.2f} | {speed:,.0f} "
+            f"| {times} | {_staleness(done)} | {_bytes(done)} | {_dropped(done)} | {len(runs) - len(done)} |",
+            flush=True,
+        )
+
+
+def _run(options: list[str]) -> dict | None:  # type: ignore[type-arg]
+    """The result of one run, and a function that tells when it reached an accuracy; None where it diverged."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        begun = time.time()
+        ran = subprocess.run([sys.executable, "-m", "shoal", "train", *options, "--out", str(out)], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            if "the loss" not in ran.stderr:
+                sys.exit(f"{options}\n{ran.stdout}\n{ran.stderr}")
+            return None
+        result = json.loads((out / "result.json").read_text())
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    del begun
+    tests = [(line["wall_seconds"], line["test_accuracy"]) for line in lines if line["event"] == "test"]
+    result["reached"] = lambda target: next((when for when, found in tests if found >= target), None)
+    return result
+
+
+def _accuracy(run: dict | None) -> str:  # type: ignore[type-arg]
+    return "diverged" if run is None else f"{run['test_accuracy']:.4f}"
+
+
+def _staleness(runs: list[dict]) -> str:  # type: ignore[type-arg]
+    found = [run["staleness"] for run in runs if run.get("staleness")]
+    return f"{statistics.fmean(one['mean'] for one in found):.2f}, {max(one['max'] for one in found)}" if found else ""
+
+
+def _bytes(runs: list[dict]) -> str:  # type: ignore[type-arg]
+    found = [one for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values()]
+    steps = sum(one["steps"] for one in found)
+    return f"{sum(one['sent_bytes'] for one in found) / steps / 1e6:.3f}, {sum(one['received_bytes'] for one in found) / steps / 1e6:.3f}" if steps else ""
+
+
+def _dropped(runs: list[dict]) -> str:  # type: ignore[type-arg]
+    return str(sum(one["dropped"] for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values()))
+
+
+if __name__ == "__main__":
+    main()

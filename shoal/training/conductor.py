@@ -1,0 +1,464 @@
+"""The process that starts a run of several replicas also conducts it: who trains on what, what is written, when it ends.
+
+    replica ──"next"──▶ Conductor ──▶ batch | test | wait | stop
+    replica ──"tested"──▶ metrics.jsonl, checkpoint.pt; at the end result.json, model.safetensors
+
+It computes nothing itself, so that no replica is needed for the run to go on. Its state changes under one lock, the
+coordinator's.
+"""
+
+import io
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.config import TrainConfig
+from shoal.data import Position
+from shoal.errors import DivergedError, RunError, ShoalError, StoppedError
+from shoal.exchanges import Backup, Dasgd, ExchangeOptions, Served
+from shoal.exchanging import Coordinator, Event, Member, Tally
+from shoal.files import write_atomically, write_text_atomically
+from shoal.linking import Frame
+from shoal.result import BytesPerStep, ExchangeReport, ReplicaReport, RunResult, Staleness, versions
+from shoal.training.budget import Budget, LockstepBudget, SharedBudget
+from shoal.training.checkpoint import SCHEMA
+from shoal.training.folder import RunFolder
+from shoal.training.learning_rate import rate_at
+from shoal.training.listener import About, Listener
+from shoal.training.metrics import MetricsFile
+
+
+@dataclass
+class Score:
+    """What is known of one replica's work."""
+
+    tally: Tally = field(default_factory=Tally)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Past:
+    """What an earlier part of a resumed run did."""
+
+    counted: int = 0
+    again: tuple[int, ...] = ()
+    metrics_length: int = 0
+    wall_seconds: float = 0.0
+    last_loss: float = float("nan")
+    step_seconds: tuple[float, ...] = ()
+
+
+class Conductor:
+    """Conducts one run; `coordinator` is where its replicas ask."""
+
+    def __init__(
+        self, config: TrainConfig, options: ExchangeOptions, about: About, folder: RunFolder, listener: Listener, past: Past, *, kind: str, servers: int, host: str = "127.0.0.1"
+    ) -> None:
+        self._config, self._options, self._about = config, options, about
+        self._folder, self._listener, self._past = folder, listener, past
+        self._kind = kind
+        self._steps_per_epoch = about.steps_per_epoch
+        self._total = config.epochs * about.steps_per_epoch
+        self._budget: Budget = self._make_budget()
+        self._scores: dict[int, Score] = {}
+        self._begun = time.perf_counter() - past.wall_seconds
+        self._losses: list[float] = []
+        self._epoch_losses: list[float] = []
+        self._last_loss = past.last_loss
+        self._logged = past.counted
+        self._logged_at = time.perf_counter()
+        self._tested = past.counted // about.steps_per_epoch
+        """Epochs that need no test any more."""
+        self._testing: tuple[int, int] | None = None
+        """The replica that tests now, and after how many epochs."""
+        self._last: dict[str, Any] | None = None
+        self._stopping = False
+        self._saved_stop = False
+        self._stop_saver: int | None = None
+        self.error: ShoalError | None = None
+        self.result: RunResult | None = None
+        self._metrics = MetricsFile(folder.metrics, length=past.metrics_length)
+        self._history: list[Event] = []
+        self.on_frozen: Callable[[int], None] = lambda _: None
+        wanted = config.replicas - options.backups if isinstance(options, Backup) else 0
+        self.coordinator = Coordinator(
+            heartbeat=options.heartbeat,
+            servers=servers,
+            wanted=wanted,
+            host=host,
+            welcome=lambda _: {"kind": kind, "servers": servers},
+            answer=self._answer,
+            on_event=self._on_event,
+            on_error=self._on_error,
+        )
+        self._changed = self.coordinator.changed
+
+    def _make_budget(self) -> Budget:
+        if self._options.lockstep:
+            return LockstepBudget(self._total, self._config.replicas, start=self._past.counted)
+        warm = self._options.warm_start if isinstance(self._options, Served) else 0
+        start = self._past.counted + len(self._past.again)
+        return SharedBudget(self._total, warm=warm, start=start, again=self._past.again)
+
+    # What the process that started the run asks and tells
+
+    @property
+    def over(self) -> bool:
+        """Whether replicas need not go on: the result is there, the run failed, or it was stopped in good order."""
+        return self.result is not None or self.error is not None or self._saved_stop
+
+    def stop(self) -> None:
+        """The user asked for it: let one replica save, then all leave."""
+        with self._changed:
+            self._stopping = True
+
+    def lost(self, replica: int, what: str) -> None:
+        """A replica's processes ended; its links say so too, but not why."""
+        with self._changed:
+            self._write(event="ended", replica=replica, why=what)
+            self.coordinator.drop(replica)
+
+    def close(self) -> None:
+        """End the coordinator and the metrics."""
+        self.coordinator.close()
+        self._metrics.close()
+
+    def warn(self, text: str) -> None:
+        """Something that the user should know before it happens."""
+        with self._changed:
+            self._write(event="warning", text=text)
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until every replica has left or is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.coordinator.active(), timeout=seconds)
+
+    def ended(self) -> RunResult:
+        """The result; or why there is none."""
+        if self.result is not None:
+            return self.result
+        if self.error is not None:
+            raise self.error
+        if self._saved_stop:
+            raise self._stopped()
+        raise RunError("all replicas left before the run was over.", "Look at their messages above.")
+
+    def _stopped(self) -> StoppedError:
+        return StoppedError(
+            f"stopped after {self._budget.counted} of {self._total} batches. All files are whole.",
+            f"Go on with: shoal train --resume {self._folder.path}",
+        )
+
+    # What replicas ask
+
+    def _answer(self, member: Member, frame: Frame) -> tuple[Mapping[str, Any], list[Any]]:
+        with self._changed:
+            match frame.head["ask"]:
+                case "next":
+                    if frame.head["done"] is not None:
+                        self._note(member.replica, frame.head["done"])
+                    return self._order(member.replica), []
+                case "plan":
+                    write_text_atomically(self._folder.plan, frame.head["plan"])
+                    return {}, []
+                case "tested":
+                    self._note_test(member.replica, frame)
+                    return {}, []
+        raise RunError(f"replica {member.replica} asked {frame.head['ask']!r}.", "This is a bug: please report it.")
+
+    def _order(self, replica: int) -> dict[str, Any]:
+        if self.over:
+            return {"order": "stop"}
+        if self._stopping:
+            return self._order_to_stop(replica)
+        due = self._test_due()
+        if due is not None and self._testing is None and self._has_trained(replica):
+            self._testing = replica, due
+            last = due == self._config.epochs
+            save = last or due % self._config.checkpoint_every == 0
+            return {"order": "test", "after": due, "save": save, "last": last}
+        if due is not None and (self._in_step or due == self._config.epochs):
+            return {"order": "wait"}
+        if self._in_step and self._at_barrier(replica):
+            return {"order": "wait"}
+        number = self._budget.take(replica)
+        self.coordinator.rest(replica, resting=number is None)
+        if number is None:
+            return {"order": "wait"}
+        epoch, step = divmod(number, self._steps_per_epoch)
+        return {"order": "batch", "number": number, "epoch": epoch, "step": step, "rate": self._rate(number)}
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the end of an epoch is the same moment for all: then tests come exactly there."""
+        return self._options.lockstep or self._config.replicas == 1
+
+    def _at_barrier(self, replica: int) -> bool:
+        """Whether a replica has all batches of an epoch that is not finished."""
+        handed = self._budget.handed(replica)
+        return handed > 0 and handed % self._steps_per_epoch == 0 and self._budget.counted < handed
+
+    def _order_to_stop(self, replica: int) -> dict[str, Any]:
+        if self._testing is None and self._stop_saver is None and self._has_trained(replica):
+            self._stop_saver = replica
+            return {"order": "test", "after": 0, "save": True, "last": False}
+        if self._stop_saver is None and not any(score.tally.steps for score in self._scores.values()):
+            self._saved_stop = True  # nothing was done yet
+        return {"order": "wait"}
+
+    def _has_trained(self, replica: int) -> bool:
+        """Running statistics of batch norm are the tester's own: it must have some."""
+        score = self._scores.get(replica)
+        return (score is not None and score.tally.steps > 0) or self._past.counted > 0
+
+    def _rate(self, number: int) -> float:
+        config = self._config
+        return rate_at(
+            number,
+            peak=config.lr,
+            schedule=config.schedule,
+            warmup_steps=round(config.warmup * self._steps_per_epoch),
+            total_steps=self._total,
+        )
+
+    def _test_due(self) -> int | None:
+        """Epochs after which a test is due now."""
+        finished = self._budget.counted // self._steps_per_epoch
+        for epochs in range(self._tested + 1, finished + 1):
+            if epochs % self._config.eval_every == 0 or epochs == self._config.epochs or epochs % self._config.checkpoint_every == 0:
+                return epochs
+        return None
+
+    # What replicas tell
+
+    def _note(self, replica: int, done: Mapping[str, Any]) -> None:
+        score = self._scores.setdefault(replica, Score())
+        score.tally.add(Tally.from_dict(dict(done["tally"])))
+        score.seconds.append(done["seconds"])
+        score.peak_bytes = done["peaks"]
+        before = self._budget.counted
+        self._budget.done(replica, done["number"], applied=done["applied"])
+        if done["applied"]:
+            self._losses.append(done["loss"])
+            self._epoch_losses.append(done["loss"])
+        if not math.isfinite(done["loss"]):
+            self._fail(
+                DivergedError(
+                    f"the loss of replica {replica} became {done['loss']} by batch {done['number']} of {self._total}.",
+                    f"Lower the rate (--lr, now {self._config.lr}) or --momentum, add --warmup, or warm_start.",
+                )
+            )
+            return
+        counted = self._budget.counted
+        if counted == before:
+            return
+        self._listener.stepped(counted, counted // self._steps_per_epoch)
+        if counted // self._config.log_every > self._logged // self._config.log_every or counted % self._steps_per_epoch == 0:
+            self._log()
+        if counted % self._steps_per_epoch == 0:
+            self._last_loss = statistics.fmean(self._epoch_losses)
+            self._epoch_losses = []
+
+    def _log(self) -> None:
+        counted, now = self._budget.counted, time.perf_counter()
+        seconds, steps = now - self._logged_at, counted - self._logged
+        staleness = self._staleness()
+        self._write(
+            event="steps",
+            epoch=min(self._config.epochs, counted // self._steps_per_epoch + 1),
+            step=counted,
+            loss=statistics.fmean(self._losses) if self._losses else None,
+            lr=self._rate(min(counted, self._total - 1)),
+            samples_per_sec=steps * self._samples_per_batch / seconds,
+            step_time_ms=1000 * seconds / max(steps, 1),
+            active=self.coordinator.active(),
+            dropped=sum(score.tally.dropped for score in self._scores.values()),
+            staleness_mean=None if staleness is None else staleness.mean,
+            wait_seconds={number: round(score.tally.wait_seconds, 3) for number, score in sorted(self._scores.items())},
+            spread=max((s.tally.spread for s in self._scores.values() if s.tally.spread is not None), default=None),
+        )
+        self._losses, self._logged, self._logged_at = [], counted, now
+
+    @property
+    def _samples_per_batch(self) -> int:
+        return self._config.batch if self._options.lockstep else self._config.replica_batch
+
+    def _note_test(self, replica: int, frame: Frame) -> None:
+        found = frame.head["found"]
+        stopping = found["after"] == 0
+        if frame.buffers:
+            self._save(frame.buffers[0])
+        if stopping:
+            self._saved_stop = True
+            return
+        if self._testing == (replica, found["after"]):
+            self._testing = None
+        self._tested = max(self._tested, found["after"])
+        self._write(
+            event="test",
+            epoch=found["after"],
+            step=self._budget.counted,
+            replica=replica,
+            test_loss=found["loss"],
+            test_accuracy=found["accuracy"],
+            wall_seconds=time.perf_counter() - self._begun,
+            **({} if found["iou"] is None else {"test_iou": found["iou"]}),
+        )
+        if found["after"] == self._config.epochs:
+            weights = frame.buffers[1]
+            write_atomically(self._folder.weights, lambda draft: draft.write_bytes(weights.numpy().tobytes()))
+            result = self._result(found, frame.head["parameters"])
+            write_text_atomically(self._folder.result, result.to_json())
+            self.result = result
+
+    def _save(self, state: torch.Tensor) -> None:
+        content = torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
+        again = self._budget.left()
+        counted = self._budget.counted
+        content |= {
+            "schema": SCHEMA,
+            "config": self._config.model_dump(mode="json"),
+            "position": Position(*divmod(counted, self._steps_per_epoch)).to_dict(),
+            "steps": counted,
+            "again": again,
+            "losses": torch.zeros(1, 2, dtype=torch.float64),
+            "last_loss": self._last_loss,
+            "step_seconds": torch.tensor([s for score in self._scores.values() for s in score.seconds], dtype=torch.float64),
+            "wall_seconds": time.perf_counter() - self._begun,
+            "metrics_length": self._metrics.length,
+            "sent_bytes": 0,
+            "sent_steps": 0,
+        }
+        write_atomically(self._folder.checkpoint, lambda draft: torch.save(content, draft))
+
+    # What happens to replicas and servers
+
+    def _on_event(self, event: Event) -> None:
+        self._history.append(event)
+        self._write(event=event.what.replace(" ", "_"), replica=event.who)
+        if event.what in ("lost", "frozen", "left"):
+            self._budget.lose(event.who)
+            if self._testing is not None and self._testing[0] == event.who:
+                self._testing = None
+            if self._stop_saver == event.who and not self._saved_stop:
+                self._stop_saver = None
+        if event.what == "server lost" and not self.over:
+            self._fail(
+                RunError(
+                    f"server {event.who} was lost, and with it a part of the weights.",
+                    f"Go on from the last checkpoint with: shoal train --resume {self._folder.path}",
+                )
+            )
+        if event.what == "frozen":
+            self.on_frozen(event.who)
+        self._listener.happened(event.what, event.who)
+
+    def _on_error(self, error: Exception) -> None:
+        """Our own mistake, in a thread of the coordinator's."""
+        with self._changed:
+            found = RunError(f"the conductor failed: {type(error).__name__}: {error}.", "This is a bug: please report it.")
+            found.__cause__ = error
+            self._fail(found)
+
+    def _fail(self, error: ShoalError) -> None:
+        if self.error is None:
+            self.error = error
+
+    def _write(self, **values: object) -> None:
+        self._metrics.write(**values)
+        self._listener.logged(values)
+
+    # The end
+
+    def _staleness(self) -> Staleness | None:
+        if self._options.lockstep:
+            return None
+        counts: Counter[int] = Counter()
+        for score in self._scores.values():
+            counts.update(score.tally.staleness)
+        if not counts:
+            return None
+        return Staleness(
+            mean=sum(age * count for age, count in counts.items()) / counts.total(),
+            max=max(counts),
+            histogram=dict(sorted(counts.items())),
+        )
+
+    def _result(self, found: Mapping[str, Any], parameters: int) -> RunResult:
+        config = self._config
+        seconds = [*self._past.step_seconds, *(s for score in self._scores.values() for s in score.seconds)]
+        per_batch = self._samples_per_batch
+        share = per_batch // config.replicas if self._options.lockstep else per_batch
+        rates = [len(score.seconds) * share / sum(score.seconds) for score in self._scores.values() if score.seconds]
+        tallies = [score.tally for score in self._scores.values()]
+        moved = sum(tally.sent_bytes + tally.received_bytes for tally in tallies)
+        steps = max(1, sum(tally.steps for tally in tallies))
+        return RunResult(
+            model=config.model,
+            data=self._about.data,
+            plan=self._about.plan,
+            exchange=self._options.name,
+            workers=config.workers,
+            replicas=config.replicas,
+            seed=config.seed,
+            epochs=config.epochs,
+            steps=self._budget.counted,
+            samples=self._budget.counted * per_batch,
+            final_loss=self._last_loss,
+            test_loss=found["loss"],
+            test_accuracy=found["accuracy"],
+            test_iou=found["iou"],
+            step_seconds_median=statistics.median(seconds),
+            samples_per_second=sum(rates),
+            bytes_per_step=BytesPerStep(predicted=self._predicted_bytes(parameters), counted=round(moved / steps)),
+            peak_memory_bytes=[peak for _, score in sorted(self._scores.items()) for peak in score.peak_bytes],
+            staleness=self._staleness(),
+            exchanged=ExchangeReport(
+                options=self._options.model_dump(mode="json"),
+                servers=self._kind,
+                replicas={number: _report(score) for number, score in sorted(self._scores.items())},
+                repeated=self._budget.repeated,
+                spread=max((t.spread for t in tallies if t.spread is not None), default=None),
+                events=[{"what": e.what, "who": e.who} for e in self._history],
+            ),
+            wall_seconds=time.perf_counter() - self._begun,
+            parameters=parameters,
+            batch=config.batch,
+            threads=config.threads or 0,
+            device=self._about.device,
+            origin=self._about.origin,
+            versions=versions(),
+        )
+
+    def _predicted_bytes(self, parameters: int) -> int | None:
+        """Float32 weights that cross between a replica and others per step; None where it depends on the values."""
+        options, size = self._options, 4 * parameters
+        if isinstance(options, Served):
+            if self._kind == "direct":
+                return 0
+            if isinstance(options, Dasgd) and options.sparse != "none":
+                return None
+            return round(size / options.push_every + size / options.fetch_every)
+        if options.lockstep:
+            return round(2 * (self._config.replicas - 1) / self._config.replicas * size)
+        return 2 * size
+
+
+def _report(score: Score) -> ReplicaReport:
+    tally = score.tally
+    return ReplicaReport(
+        steps=tally.steps,
+        updates=tally.updates,
+        dropped=tally.dropped,
+        wait_seconds=tally.wait_seconds,
+        train_seconds=sum(score.seconds),
+        sent_bytes=tally.sent_bytes,
+        received_bytes=tally.received_bytes,
+    )

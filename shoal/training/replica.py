@@ -1,0 +1,196 @@
+"""One replica in training: it asks the conductor for a batch, takes a step, and tells what came of it.
+
+All ranks of a replica run this; the first of them asks, and tells the others what it was told.
+"""
+
+import io
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+
+from shoal.config import TrainConfig
+from shoal.data import BatchOrder, Loader
+from shoal.exchanges import ExchangeOptions
+from shoal.exchanging import Exchange, Meeting, Replica, Seat, join, serve_in_threads
+from shoal.training import checkpoint
+from shoal.training.evaluate import evaluate
+from shoal.training.interrupt import StopSignal
+from shoal.training.job import Job, prepare
+from shoal.training.memory import out_of_memory, peak_bytes
+from shoal.transport import Transport
+
+BATCH, WAIT, TEST, STOP = range(4)
+WAIT_SECONDS = 0.01
+"""From one question to the next while there is nothing to do."""
+
+
+def train_replica(
+    config: TrainConfig, meeting: Meeting, resumed: Path | None, ranks_here: int, replica: int | None
+) -> None:
+    """The whole life of one rank of one replica. `replica` None: whatever number the conductor gives a late one.
+
+    `resumed`: the checkpoint from which the run goes on.
+    """
+    options = config.exchange_settings()
+    assert options is not None
+    transport = Transport()
+    pids = [int(row[0]) for row in transport.gather_numbers([os.getpid()])]
+    with StopSignal():  # the conductor decides when to stop
+        seat = Seat(
+            meeting, rank=transport.rank, ranks=transport.world, replica=replica, pids=pids, heartbeat=options.heartbeat
+        )
+        welcome = _told(transport, seat)
+        number = welcome["replica"]
+        seat.live(number)
+        job = _prepare(config, options, transport, number, ranks_here)
+        if resumed is not None:
+            checkpoint.put_in(checkpoint.read(resumed, config, job.device), job)
+        server = serve_in_threads(seat, number, welcome["servers"]) if welcome["kind"] == "threads" else None
+        exchange = join(options, job.network.as_replica(job.optimizer, transport), seat, number)
+        exchange.begin(first=welcome["first"])
+        if seat.rank == 0 and number == 0:
+            seat.ask({"ask": "plan", "plan": job.network.plan.to_json()})
+        slow = config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
+        try:
+            _Life(job, exchange, seat, transport, options, slow).live()
+        except (RuntimeError, MemoryError) as error:
+            raise out_of_memory(error, config) or error from error
+        seat.leave()
+        exchange.close()
+        if server is not None:
+            server.close()
+
+
+def _told(transport: Transport, seat: Seat) -> Mapping[str, Any]:
+    found = transport.gather_objects(dict(seat.welcome) if transport.rank == 0 else None)
+    return next(one for one in found if one is not None)
+
+
+class _Share(BatchOrder):
+    """A replica's share of each batch, where all replicas take every step together."""
+
+    def __init__(self, order: BatchOrder, replica: int, replicas: int) -> None:
+        super().__init__(samples=order.samples, batch=order.batch * replicas, seed=order.seed)
+        self._own = slice(replica * order.batch, (replica + 1) * order.batch)
+
+    def indices(self, epoch: int, step: int) -> Any:
+        return super().indices(epoch, step)[self._own]
+
+
+def _prepare(
+    config: TrainConfig, options: ExchangeOptions, transport: Transport, number: int, ranks_here: int
+) -> Job:
+    """The job of one replica, as if it were alone with its share of the batch."""
+    own = config.model_copy(
+        update={"workers": transport.world, "batch": config.replica_batch, "replicas": 1, "exchange": None, "slow": {}}
+    )
+    job = prepare(own, transport, ranks_here=ranks_here)
+    if number:  # weights are drawn alike everywhere, dropout's masks are not
+        torch.manual_seed(config.seed + number)
+    loader = job.loader
+    if options.lockstep:
+        loader = Loader(loader.data, _Share(loader.order, number, config.replicas), loader.augment, loader.part)
+    return replace(job, loader=loader, config=own.model_copy(update={"threads": job.config.threads, "device": job.config.device, "data": job.config.data}))
+
+
+class _Life:
+    """Orders in, steps out."""
+
+    def __init__(
+        self, job: Job, exchange: Exchange, seat: Seat, transport: Transport, options: ExchangeOptions, slow: float
+    ) -> None:
+        self._job, self._exchange, self._seat, self._transport, self._slow = job, exchange, seat, transport, slow
+        self._ahead = options.name != "backup"
+        """Whether to ask for the next batch before this one is done; not where a step may wait for other replicas' batches."""
+        self._done: dict[str, Any] | None = None
+        self._asked = False
+
+    def live(self) -> None:
+        """Until told to stop."""
+        while True:
+            order = self._next()
+            match order["order"]:
+                case "batch":
+                    self._train(order)
+                case "test":
+                    self._test(order)
+                case "wait":
+                    time.sleep(WAIT_SECONDS)
+                case "stop":
+                    return
+
+    def _next(self) -> Mapping[str, Any]:
+        """The next order, the same on all ranks of the replica."""
+        order: Mapping[str, Any] | None = None
+        if self._transport.rank == 0:
+            if not self._asked:
+                self._ask()
+            order = self._seat.hear().head
+            self._asked = False
+        if self._transport.world == 1:
+            assert order is not None
+            return order
+        return next(one for one in self._transport.gather_objects(order) if one is not None)
+
+    def _ask(self) -> None:
+        if self._transport.rank == 0:
+            self._seat.send({"ask": "next", "done": self._done})
+            self._done, self._asked = None, True
+
+    def _train(self, order: Mapping[str, Any]) -> None:
+        job = self._job
+        if self._ahead:
+            self._ask()
+        begun = time.perf_counter()
+        x, y = job.loader.batch(order["epoch"], order["step"])
+        job.optimizer.zero_grad(set_to_none=True)
+        loss = job.network.loss(x.to(job.device), y.to(job.device))
+        torch.autograd.backward(loss)
+        if self._slow > 1:
+            time.sleep((self._slow - 1) * (time.perf_counter() - begun))
+        applied = self._exchange.step(order["rate"])
+        part = job.network.part_in_mean(loss, y).item()
+        told = job.network.gather([part, peak_bytes(job.device)])
+        self._done = {
+            "number": order["number"],
+            "loss": sum(loss for loss, _ in told),
+            "peaks": [int(peak) for _, peak in told],
+            "applied": applied,
+            "seconds": time.perf_counter() - begun,
+            "tally": self._exchange.take_tally().to_dict(),
+        }
+
+    def _test(self, order: Mapping[str, Any]) -> None:
+        """Test the common weights, and save them where that is due. The other replicas train on."""
+        job = self._job
+        self._exchange.settle()
+        tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
+        assert tested is not None
+        state = checkpoint.state_of(job) if order["save"] else None
+        whole = job.network.whole() if order["last"] else None
+        if self._transport.rank == 0:
+            buffers = [_bytes_of_state(state)] if state is not None else []
+            if whole is not None:
+                buffers.append(_bytes_of_weights(whole))
+            found = {"loss": tested.loss, "accuracy": tested.accuracy, "iou": tested.iou, "after": order["after"]}
+            self._seat.ask({"ask": "tested", "found": found, "parameters": job.network.parameters}, buffers)
+
+
+def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
+    draft = io.BytesIO()
+    torch.save(state, draft)
+    return draft.getvalue()
+
+
+def _bytes_of_weights(module: torch.nn.Module) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:  # safetensors writes shared tensors once, to files only
+        path = Path(folder) / "weights"
+        save_model(module, str(path))
+        return path.read_bytes()

@@ -1,0 +1,341 @@
+"""`shoal train --replicas R --exchange NAME`: it trains, and goes on when a replica is killed, frozen or late."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Shoal
+from tests.cli.test_train import metrics_of, result_of
+from tests.cli.test_workers import begin
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
+    pytest.mark.timeout(300),
+]
+
+NET = """
+from torch import nn
+
+def net(input, classes):
+    return nn.Sequential(
+        nn.Conv2d(input[0], 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, classes)
+    )
+"""
+SETTINGS = ["--model", "mine:net", "--batch", "8", "--log-every", "5", "--threads", "1", "--lr", "0.02", "--momentum", "0.5"]
+LONG = ["--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, tiny: str) -> list[str]:
+    (tmp_path / "mine.py").write_text(NET)
+    return ["--data", tiny, *SETTINGS]
+
+
+def test_one_replica_of_every_exchange_is_plain_training_to_the_bit(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    runs = {
+        "plain": [],
+        "allreduce": ["--exchange", "allreduce"],
+        "backup": ["--exchange", "backup", "--exchange-options", "backups=0"],
+        "downpour": ["--exchange", "downpour"],
+        "periods": ["--exchange", "downpour", "--exchange-options", "n_sync=3,servers=processes,shards=2"],
+    }
+    for name, options in runs.items():
+        run = shoal("train", *mine, "--epochs", "2", *options, "--out", name)
+        assert run.returncode == 0, run.stderr
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in runs:
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+        accuracies = [line["test_accuracy"] for line in metrics_of(tmp_path / name) if line["event"] == "test"]
+        assert accuracies == [line["test_accuracy"] for line in metrics_of(tmp_path / "plain") if line["event"] == "test"]
+
+
+def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    for name, options in (("one", []), ("two", ["--replicas", "2"]), ("groups", ["--replicas", "2", "--workers", "4"])):
+        run = shoal("train", *mine, "--epochs", "2", *options, "--out", name)
+        assert run.returncode == 0, run.stderr
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    for name in ("two", "groups"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=2e-3, atol=2e-5)
+        result = result_of(tmp_path / name)
+        assert (result["exchange"], result["replicas"], result["samples"]) == ("allreduce", 2, 160)
+        sent = result["bytes_per_step"]
+        assert sent["predicted"] == sent["counted"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--replicas", "2", "--exchange", "downpour"],
+        ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=threads,n_sync=2"],
+        ["--replicas", "2", "--exchange", "dasgd", "--exchange-options", "servers=processes,density=0.1"],
+        ["--replicas", "3", "--exchange", "backup"],
+        ["--replicas", "2", "--workers", "4", "--plan", "data", "--exchange", "downpour"],
+        ["--replicas", "2", "--workers", "4", "--plan", "model", "--exchange", "dasgd"],
+    ],
+    ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
+)
+def test_replicas_share_one_budget_of_samples(shoal: Shoal, mine: list[str], tmp_path: Path, options: list[str]) -> None:
+    run = shoal("train", *mine, "--epochs", "3", *options, "--out", "run")
+    assert run.returncode == 0, run.stderr
+    result = result_of(tmp_path / "run")
+    assert result["samples"] == 240
+    assert result["exchanged"]["repeated"] == 0
+    each = result["exchanged"]["replicas"].values()
+    share = 4  # samples of a replica's batch: 8 over two that count
+    assert sum(one["steps"] - one["dropped"] for one in each) * share == 240
+    assert sum(result["staleness"]["histogram"].values()) == sum(one["updates"] for one in each)
+    assert len([line for line in metrics_of(tmp_path / "run") if line["event"] == "test"]) == 3
+    assert result["test_accuracy"] > 0.5
+    assert (tmp_path / "run" / "plan.json").exists()
+    assert not (tmp_path / "run" / "meeting.json").exists()
+    assert not list(Path("/dev/shm").glob("shoal-shared-*")) if Path("/dev/shm").exists() else True
+
+
+def ranks_of(run: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The processes that train, in the order of their start."""
+    found = [child for child in psutil.Process(run.pid).children() if "multiprocessing.spawn" in " ".join(child.cmdline())]
+    return sorted(found, key=lambda child: (child.create_time(), child.pid))
+
+
+def servers_of(run: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return [child for child in psutil.Process(run.pid).children() if "shoal.exchanging.serve" in child.cmdline()]
+
+
+def wait_for(condition: Callable[[], Any], run: "subprocess.Popen[str]", seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if run.poll() is not None:
+            raise AssertionError(f"the run ended early: {run.communicate()}")
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("nothing happened")
+
+
+def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    return [line for line in map(json.loads, whole.splitlines()) if line["event"] == event]
+
+
+def under_way(folder: Path, replicas: list[int]) -> Callable[[], bool]:
+    return lambda: any(line["active"] == replicas for line in lines(folder, "steps")[-1:])
+
+
+def end(run: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Ask the run to stop; no process of it is left."""
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGINT)
+    printed = run.communicate(timeout=60)
+    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    return printed
+
+
+EXCHANGES = [
+    ["--exchange", "downpour"],
+    ["--exchange", "downpour", "--exchange-options", "servers=processes,shards=2"],
+    ["--exchange", "dasgd", "--exchange-options", "servers=processes,density=0.1"],
+    ["--exchange", "backup", "--exchange-options", "backups=0"],
+]
+
+
+@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup"])
+def test_a_killed_replica_is_noticed_at_once_and_the_others_go_on(mine: list[str], tmp_path: Path, options: list[str]) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *options, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        os.kill(ranks_of(run)[1].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: lines(out, "lost"), run)
+        noticed = time.monotonic() - killed
+        before = lines(out, "steps")[-1]["step"]
+        wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 100, run)
+        assert lines(out, "steps")[-1]["active"] == [0]
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert noticed < 1.0
+    assert "replica 1 was lost" in printed[0]
+    assert "--resume" in printed[1]
+
+
+@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup"])
+def test_a_frozen_replica_is_missed_and_comes_back(mine: list[str], tmp_path: Path, options: list[str]) -> None:
+    name, *more = options[1:]
+    chosen = ["--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more[1:]])]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *chosen, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        frozen = ranks_of(run)[1]
+        frozen.suspend()
+        assert wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED, run)
+        begun = time.monotonic()
+        wait_for(lambda: lines(out, "frozen"), run)
+        assert time.monotonic() - begun < 2.5
+        before = lines(out, "steps")[-1]["step"]
+        wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 100, run)
+        if not lines(out, "lost"):  # one that was frozen inside an update of shared weights had to be ended
+            frozen.resume()
+            wait_for(lambda: lines(out, "back"), run)
+            wait_for(under_way(out, [0, 1]), run)
+        end(run)
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path: Path) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "1", "--exchange", "downpour", "--out", "run")
+    out = tmp_path / "run"
+    late = None
+    try:
+        wait_for(under_way(out, [0]), run)
+        late = begin(tmp_path, "shoal", "train", "--join", "run")
+        wait_for(under_way(out, [0, 1]), run)
+        assert [line["replica"] for line in lines(out, "joined")] == [0, 1]
+        end(run)
+        assert late.wait(30) is not None
+    finally:
+        for one in (run, late):
+            if one is not None:
+                one.kill()
+                one.wait()
+
+
+def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=processes"]
+    run = begin(tmp_path, "shoal", "train", *mine, "--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50", *options, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
+        (server,) = servers_of(run)
+        server.kill()
+        printed = run.communicate(timeout=30)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 1
+    assert "server 0 was lost" in printed[1]
+    epochs = str(max(line["epoch"] for line in lines(out, "test")) + 1)
+    again = shoal("train", "--resume", "run", "--epochs", epochs)
+    assert again.returncode == 0, again.stderr
+    assert result_of(out)["samples"] == int(epochs) * 80
+
+
+def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, "--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50", "--replicas", "2", "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
+        ranks_of(run)[1].kill()
+        printed = run.communicate(timeout=30)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 1
+    assert "rank 1 was killed by signal SIGKILL" in printed[1]
+    epochs = str(max(line["epoch"] for line in lines(out, "test")) + 1)
+    again = shoal("train", "--resume", "run", "--epochs", epochs)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_stopped_run_goes_on(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", "--exchange", "downpour", "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130
+    assert "shoal train --resume run" in printed[1]
+    counted = torch.load(out / "checkpoint.pt", weights_only=True)["steps"]
+    epochs = str(counted // 20 + 2)
+    again = shoal("train", "--resume", "run", "--epochs", epochs)
+    assert again.returncode == 0, again.stderr
+    assert result_of(out)["samples"] == int(epochs) * 80
+
+
+def test_a_slow_replica_does_less_and_holds_up_nobody(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    run = shoal("train", *mine, "--epochs", "60", "--replicas", "2", "--exchange", "downpour", "--slow", "rank=1,factor=5", "--out", "run")
+    assert run.returncode == 0, run.stderr
+    fast, slow = (result_of(tmp_path / "run")["exchanged"]["replicas"][number]["updates"] for number in "01")
+    assert fast > 2 * slow > 0
+
+
+def test_server_momentum_is_warned_of(shoal: Shoal, mine: list[str]) -> None:
+    run = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--exchange", "downpour", "--momentum", "0.9", "--out", "run")
+    assert run.returncode == 0, run.stderr
+    assert "momentum 0.9 at the server" in run.stdout
+
+
+def test_a_loss_that_is_no_number_ends_the_run(shoal: Shoal, mine: list[str]) -> None:
+    run = shoal("train", *mine, "--epochs", "50", "--replicas", "2", "--exchange", "downpour", "--lr", "1e20", "--out", "run")
+    assert run.returncode == 1
+    assert "the loss of replica" in run.stderr
+
+
+REFUSED = [
+    (["--exchange", "downpoor"], "Did you mean 'downpour'?"),
+    (["--exchange", "downpour", "--exchange-options", "n_synk=3"], "Did you mean 'n_sync'?"),
+    (["--exchange", "downpour", "--exchange-options", "n_sync=0"], "n_sync = 0"),
+    (["--exchange", "downpour", "--exchange-options", "n_sync=2,n_push=3"], "both say how often"),
+    (["--exchange", "dasgd", "--exchange-options", "density=2"], "density = 2"),
+    (["--exchange", "backup", "--exchange-options", "backups=2"], "backups = 2 leaves none of 2"),
+    (["--workers", "3"], "replicas = 2 does not divide workers = 3"),
+    (["--exchange", "allreduce", "--batch", "7"], "batch = 7 is not divided evenly"),
+    (["--exchange", "downpour", "--slow", "rank=7,factor=2"], "no rank 7"),
+    (["--exchange", "downpour", "--slow", "speed=2"], "rank=R,factor=F"),
+    (["--exchange-options", "n_sync=2"], "for no exchange"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_options_are_refused_with_a_way_out(shoal_here: Shoal, options: list[str], message: str) -> None:
+    run = shoal_here("train", "--data", "digits", "--replicas", "2", *options)
+    assert run.returncode == 2
+    assert message in run.stderr
+
+
+def test_joining_nothing_is_refused(shoal_here: Shoal) -> None:
+    run = shoal_here("train", "--join", "nowhere")
+    assert run.returncode == 2
+    assert "no run with replicas goes on there" in run.stderr
+
+
+def test_torchrun_starts_replicas_too(mine: list[str], tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal", "train", *mine, "--epochs", "2", "--replicas", "2"]
+    for name, options in (("a", ["--exchange", "downpour"]), ("b", ["--exchange", "allreduce"]), ("c", ["--exchange", "backup", "--exchange-options", "backups=0"])):
+        run = begin(tmp_path, *command, *options, "--out", name)
+        printed = run.communicate(timeout=120)
+        assert run.returncode == 0, printed[1]
+        assert result_of(tmp_path / name)["samples"] == 160
+
+
+@pytest.mark.parametrize("name", ["downpour", "allreduce", "dasgd", "backup"])
+def test_the_example_script_runs_under_every_exchange(name: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "exchange_script.py"
+    run = begin(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", str(script), name)
+    printed = run.communicate(timeout=120)
+    assert run.returncode == 0, printed[1]
+    assert printed[0].count("updates") == 2
