@@ -22,8 +22,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
 order = shoal.data.BatchOrder(samples=len(splits.train), batch=32, seed=0)
 
 with shoal.exchange(model, optimizer, EXCHANGE) as exchange:
-    for step in range(rank, order.steps_per_epoch, world):
-        x, y = splits.train.batch(order.indices(0, step))
+    for step in range(order.steps_per_epoch // world):
+        x, y = splits.train.batch(order.indices(0, step * world + rank))
         optimizer.zero_grad()
         torch.autograd.backward(F.cross_entropy(model(x), y))
         exchange.step()  # in the place of optimizer.step()

@@ -149,9 +149,7 @@ def parse_exchange(name: str, options: Mapping[str, Any]) -> ExchangeOptions:
     kind = EXCHANGES[name]
     for option in options:
         if option not in kind.model_fields:
-            raise ConfigError(
-                f"the exchange {name!r} has no option {option!r}.", suggestion(option, kind.model_fields)
-            )
+            raise ConfigError(f"the exchange {name!r} has no option {option!r}.", suggestion(option, kind.model_fields))
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:

@@ -30,7 +30,9 @@ class Row:
     options: tuple[str, ...]
 
 
-def _exchange(name: str, options: str = "", replicas: int = 2, workers: int | None = None, *more: str) -> tuple[str, ...]:
+def _exchange(
+    name: str, options: str = "", replicas: int = 2, workers: int | None = None, *more: str
+) -> tuple[str, ...]:
     found = ["--replicas", str(replicas), "--workers", str(workers or replicas), "--exchange", name]
     return (*found, *(["--exchange-options", options] if options else []), *more)
 
@@ -62,7 +64,10 @@ STUDIES = {
         ),
     ],
     "periods": [
-        Row(f"{clients} clients, n_sync {period}, {'warm' if warm else 'cold'}", _exchange("downpour", f"n_sync={period},warm_start={warm}", clients))
+        Row(
+            f"{clients} clients, n_sync {period}, {'warm' if warm else 'cold'}",
+            _exchange("downpour", f"n_sync={period},warm_start={warm}", clients),
+        )
         for clients in (1, 2, 4)
         for period in (1, 10, 50)
         for warm in ((0, 500) if clients > 1 else (0,))
@@ -72,8 +77,13 @@ STUDIES = {
         Row("synchronous, 2 nodes", _exchange("allreduce")),
         Row("asynchronous, 4 workers, 1 server", _exchange("downpour", "servers=processes,shards=1", 4)),
         Row("asynchronous, 4 workers, 2 servers", _exchange("downpour", "servers=processes,shards=2", 4)),
-        Row("mixed, 2 nodes of 2, 1 server", _exchange("downpour", "servers=processes,shards=1", 2, 4, "--plan", "data")),
-        Row("mixed, 2 nodes of 2, 2 servers", _exchange("downpour", "servers=processes,shards=2", 2, 4, "--plan", "data")),
+        Row(
+            "mixed, 2 nodes of 2, 1 server", _exchange("downpour", "servers=processes,shards=1", 2, 4, "--plan", "data")
+        ),
+        Row(
+            "mixed, 2 nodes of 2, 2 servers",
+            _exchange("downpour", "servers=processes,shards=2", 2, 4, "--plan", "data"),
+        ),
     ],
 }
 
@@ -92,15 +102,28 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.85, help="test accuracy for the column time to accuracy")
     args = parser.parse_args()
     common = ["--model", args.model, "--data", args.data, "--batch", str(args.batch), "--threads", "1"]
-    print(f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; tuned over {args.rates} with {args.tuning_epochs} epochs", flush=True)
-    print("| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s | time to accuracy s | staleness mean, max | MB pushed, fetched per step | dropped | diverged |")
+    print(
+        f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; tuned over {args.rates} with {args.tuning_epochs} epochs",
+        flush=True,
+    )
+    print(
+        "| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s | time to accuracy s | staleness mean, max | MB pushed, fetched per step | dropped | diverged |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     base: float | None = None
     for row in STUDIES[args.study]:
-        tried = {rate: _run([*common, *row.options, "--lr", rate, "--epochs", str(args.tuning_epochs), "--seed", str(TUNING_SEED)]) for rate in args.rates.split(",")}
+        tried = {
+            rate: _run(
+                [*common, *row.options, "--lr", rate, "--epochs", str(args.tuning_epochs), "--seed", str(TUNING_SEED)]
+            )
+            for rate in args.rates.split(",")
+        }
         shown = ", ".join(f"{rate}: {_accuracy(one)}" for rate, one in tried.items())
         rate = max(tried, key=lambda one: -1.0 if tried[one] is None else tried[one]["test_accuracy"])  # type: ignore[index]
-        runs = [_run([*common, *row.options, "--lr", rate, "--epochs", str(args.epochs), "--seed", str(seed)]) for seed in range(args.seeds)]
+        runs = [
+            _run([*common, *row.options, "--lr", rate, "--epochs", str(args.epochs), "--seed", str(seed)])
+            for seed in range(args.seeds)
+        ]
         done = [run for run in runs if run is not None]
         if not done:
             print(f"| {row.name} | {shown} | {rate} | | | | | | | | {len(runs)} |", flush=True)
@@ -123,7 +146,12 @@ def _run(options: list[str]) -> dict | None:  # type: ignore[type-arg]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         begun = time.time()
-        ran = subprocess.run([sys.executable, "-m", "shoal", "train", *options, "--out", str(out)], capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-m", "shoal", "train", *options, "--out", str(out)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if ran.returncode:
             if "the loss" not in ran.stderr:
                 sys.exit(f"{options}\n{ran.stdout}\n{ran.stderr}")
@@ -148,11 +176,17 @@ def _staleness(runs: list[dict]) -> str:  # type: ignore[type-arg]
 def _bytes(runs: list[dict]) -> str:  # type: ignore[type-arg]
     found = [one for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values()]
     steps = sum(one["steps"] for one in found)
-    return f"{sum(one['sent_bytes'] for one in found) / steps / 1e6:.3f}, {sum(one['received_bytes'] for one in found) / steps / 1e6:.3f}" if steps else ""
+    return (
+        f"{sum(one['sent_bytes'] for one in found) / steps / 1e6:.3f}, {sum(one['received_bytes'] for one in found) / steps / 1e6:.3f}"
+        if steps
+        else ""
+    )
 
 
 def _dropped(runs: list[dict]) -> str:  # type: ignore[type-arg]
-    return str(sum(one["dropped"] for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values()))
+    return str(
+        sum(one["dropped"] for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values())
+    )
 
 
 if __name__ == "__main__":

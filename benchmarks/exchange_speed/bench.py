@@ -105,8 +105,12 @@ def main() -> None:
     for exchange in exchanges:
         exchange.close()
     if rank == 0:
-        print(f"{args.model}, batch {batch} per replica, 2 replicas of one thread, {args.link}, slow {args.slow:g}, {args.rounds} rounds of {steps} steps per replica")
-        print("| side | median s | share of the ceiling | quartiles | over one worker | staleness | MB each way per step |\n|---|---|---|---|---|---|---|")
+        print(
+            f"{args.model}, batch {batch} per replica, 2 replicas of one thread, {args.link}, slow {args.slow:g}, {args.rounds} rounds of {steps} steps per replica"
+        )
+        print(
+            "| side | median s | share of the ceiling | quartiles | over one worker | staleness | MB each way per step |\n|---|---|---|---|---|---|---|"
+        )
         for name in sides:
             ratios = [1 / ratio for ratio in measured.ratios(name, "none")]
             low, middle, high = statistics.quantiles(ratios, n=4)
@@ -117,7 +121,9 @@ def main() -> None:
                 tally = tallies[name]
                 mean = sum(k * v for k, v in tally.staleness.items()) / max(1, tally.staleness.total())
                 told = f"{mean:.2f} | {tally.sent_bytes / tally.steps / 1e6:.2f}, {tally.received_bytes / tally.steps / 1e6:.2f}"
-            print(f"| {name} | {statistics.median(measured.seconds[name]):.3f} | **{middle:.3f}** | {low:.3f} to {high:.3f} | {gain:.2f} | {told or ' | '} |")
+            print(
+                f"| {name} | {statistics.median(measured.seconds[name]):.3f} | **{middle:.3f}** | {low:.3f} to {high:.3f} | {gain:.2f} | {told or ' | '} |"
+            )
         print(f"torch {torch.__version__}")
     dist.destroy_process_group()
 
@@ -134,7 +140,9 @@ def _alone(side: Side, steps: int) -> Callable[[], None]:
     return turn
 
 
-def _both(side: Side, step: Callable[[], object], steps: int, table: object, name: str, *, free: bool) -> Callable[[], None]:
+def _both(
+    side: Side, step: Callable[[], object], steps: int, table: object, name: str, *, free: bool
+) -> Callable[[], None]:
     """Both replicas share 2 x `steps` steps: evenly in lockstep, else whoever is ready takes the next."""
     turns = iter(range(1_000_000))
 

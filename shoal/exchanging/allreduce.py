@@ -30,7 +30,7 @@ class Allreduce(Exchange):
     def begin(self, *, first: bool) -> None:  # noqa: ARG002  (replica 0's weights, whoever came first)
         if self._replicas > 1:
             for tensor in self.replica.weights:
-                self._group.broadcast([tensor], 0).wait()
+                self._group.broadcast(tensor, 0).wait()
         self.replica.spread()
 
     def step(self, rate: float) -> bool:
@@ -51,7 +51,9 @@ class Allreduce(Exchange):
     def _average(self, gradients: Sequence[Tensor]) -> None:
         parts = _grouped(gradients, self._bucket_bytes)
         if not self._buckets:
-            self._buckets = [torch.empty(sum(g.numel() for g in part), dtype=part[0].dtype, device=part[0].device) for part in parts]
+            self._buckets = [
+                torch.empty(sum(g.numel() for g in part), dtype=part[0].dtype, device=part[0].device) for part in parts
+            ]
         works = []
         for bucket, part in zip(self._buckets, parts, strict=True):
             torch.cat(list(part), out=bucket)

@@ -24,7 +24,12 @@ class Backup(Downpour):
     """One replica; its first rank asks for tickets."""
 
     def __init__(
-        self, replica: Replica, shards: Sequence[tuple[Sequence[Slice], ShardClient]], *, ask: Ask | None, server_momentum: float
+        self,
+        replica: Replica,
+        shards: Sequence[tuple[Sequence[Slice], ShardClient]],
+        *,
+        ask: Ask | None,
+        server_momentum: float,
     ) -> None:
         super().__init__(replica, shards, rule="sgd", server_momentum=server_momentum, push_every=1, fetch_every=1)
         self._ask = ask
@@ -33,7 +38,9 @@ class Backup(Downpour):
     def begin(self, *, first: bool) -> None:
         super().begin(first=first)
         # Servers that hold nothing of this rank's have no version for it.
-        self._version = int(max(row[0] for row in self.replica.transport.gather_numbers([max(self._versions, default=0)])))
+        self._version = int(
+            max(row[0] for row in self.replica.transport.gather_numbers([max(self._versions, default=0)]))
+        )
 
     def step(self, rate: float) -> bool:
         self.tally.steps += 1

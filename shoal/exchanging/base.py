@@ -50,11 +50,11 @@ class Tally:
 class Exchange(ABC):
     """One rank's side of an exchange. All ranks of a replica call the same methods in the same order.
 
-        exchange.begin(first=True)          # one replica gives the first weights, the others take them
-        ... loss.backward()
-        exchange.step(rate)                 # in the place of optimizer.step()
-        exchange.settle()                   # now the weights are the common ones, to be tested or saved
-        exchange.close()
+    exchange.begin(first=True)          # one replica gives the first weights, the others take them
+    ... loss.backward()
+    exchange.step(rate)                 # in the place of optimizer.step()
+    exchange.settle()                   # now the weights are the common ones, to be tested or saved
+    exchange.close()
     """
 
     def __init__(self, replica: Replica) -> None:

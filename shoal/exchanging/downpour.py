@@ -151,7 +151,9 @@ class Downpour(Exchange):
             for number, shard in enumerate(self._shards):
                 push = None if pushed is None else self._first_push(number, pushed[number], weights[number], rate)
                 shard.ask(push, fetch=fetch, at_least=at_least, whole=self._whole)
-            outcomes = [self._finish(number, pushed, weights[number] if fetch else None, rate) for number in self._turns()]
+            outcomes = [
+                self._finish(number, pushed, weights[number] if fetch else None, rate) for number in self._turns()
+            ]
         if before is not None:
             self.tally.spread = distance(before, self.replica.weights)
         return self._note(outcomes) if pushed is not None else True
@@ -174,11 +176,17 @@ class Downpour(Exchange):
         outcome = _answer(shard, into)
         if pushed is not None:
             if not outcome.applied and self._rule == "add" and self._undisturbed[number]:
-                shard.ask(Push(on_host(pushed[number]), self._versions[number], rate), fetch=into is not None, whole=self._whole)
+                shard.ask(
+                    Push(on_host(pushed[number]), self._versions[number], rate),
+                    fetch=into is not None,
+                    whole=self._whole,
+                )
                 outcome = _answer(shard, into)
             self._undisturbed[number] = outcome.staleness == 0
         if into is not None:
             self._versions[number] = outcome.version
+        elif outcome.applied:
+            self._versions[number] += 1  # this replica's own update, which its next gradient is not behind of
         return outcome
 
     def _copy_now_and_then(self, *, fetch: bool, push: bool) -> list[Tensor] | None:

@@ -7,7 +7,7 @@ Failure     in shared memory a replica that is killed inside its own update leav
             as if a part of its gradient had been zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,6 +67,8 @@ class Shard:
     lock: AbstractContextManager[object]
     owner: int = field(default=0)
     """Who updates through this object, noted while it holds the lock."""
+    close: Callable[[], None] = lambda: None
+    """Lets go of what the lock needs."""
 
     @property
     def version(self) -> int:
@@ -127,7 +129,9 @@ class Shard:
             return [w.clone() for w in self.weights], [[s.clone() for s in kept] for kept in self.state]
 
 
-def empty_shard(sizes: Sequence[int], dtypes: Sequence[torch.dtype], policy: Policy, lock: AbstractContextManager[object]) -> Shard:
+def empty_shard(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype], policy: Policy, lock: AbstractContextManager[object]
+) -> Shard:
     """A shard in this process's own memory, which waits for its first weights."""
     weights = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, dtypes, strict=True)]
     state = [[torch.zeros_like(w) for w in weights] for _ in range(policy.rule.slots)]

@@ -50,7 +50,9 @@ class Meeting:
 class Seat:
     """This rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
 
-    def __init__(self, meeting: Meeting, *, rank: int, ranks: int, replica: int | None, pids: Sequence[int], heartbeat: float) -> None:
+    def __init__(
+        self, meeting: Meeting, *, rank: int, ranks: int, replica: int | None, pids: Sequence[int], heartbeat: float
+    ) -> None:
         self.meeting, self.rank = meeting, rank
         self.welcome: Mapping[str, Any] = {"replica": replica}
         self._link: Link | None = None
@@ -123,7 +125,9 @@ class Seat:
             self.leave()
 
 
-def server_count(options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, devices: str = "cpu") -> tuple[str, int]:
+def server_count(
+    options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, devices: str = "cpu"
+) -> tuple[str, int]:
     """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers."""
     if isinstance(options, exchanges.Backup):
         return "processes", 1
@@ -231,7 +235,9 @@ def _shards(
     servers = seat.ask({"ask": "servers"}).head["servers"] if seat.rank == 0 else None
     servers = next(found for found in replica.transport.gather_objects(servers) if found is not None)
     found: list[tuple[Sequence[Slice], ShardClient]] = []
-    for which, (((host, port), token), slices) in enumerate(zip(servers, spread(replica.sizes, len(servers)), strict=True)):
+    for which, (((host, port), token), slices) in enumerate(
+        zip(servers, spread(replica.sizes, len(servers)), strict=True)
+    ):
         if slices:
             own = Terms([one.size for one in slices], [str(kinds[one.name])[6:] for one in slices], **terms)
             found.append((slices, RemoteShard((host, port), token, f"{seat.rank}", own, name=f"server {which}")))

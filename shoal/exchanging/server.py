@@ -114,7 +114,9 @@ class Server:
                 self._held[key] = _Held(shard, terms, rounds=rounds)
             held = self._held[key]
         if held.terms != terms:
-            raise PeerError(f"replicas disagree on shard {key}: {held.terms} and {terms}.", "Give all the same options.")
+            raise PeerError(
+                f"replicas disagree on shard {key}: {held.terms} and {terms}.", "Give all the same options."
+            )
         return held
 
 
@@ -270,7 +272,7 @@ class LocalShard:
         return 0, 0
 
     def close(self) -> None:
-        """Memory needs no goodbye."""
+        self._shard.close()
 
 
 class RemoteShard:
@@ -278,7 +280,9 @@ class RemoteShard:
 
     def __init__(self, address: Address, token: str, key: str, terms: Terms, name: str) -> None:
         kinds = [getattr(torch, kind) for kind in terms.dtypes]
-        self._like = [torch.empty(size, dtype=kind, device="meta") for size, kind in zip(terms.sizes, kinds, strict=True)]
+        self._like = [
+            torch.empty(size, dtype=kind, device="meta") for size, kind in zip(terms.sizes, kinds, strict=True)
+        ]
         self._slots = terms.policy().rule.slots
         self._sparse_back = terms.back is not None
         self._whole_next = True  # the first fetch, after which the server knows what this replica has
@@ -287,7 +291,9 @@ class RemoteShard:
         self._link.receive()
 
     def begin(self, weights: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> int:
-        self._link.send({"op": "begin", "slots": len(state)}, [*weights, *(tensor for kept in state for tensor in kept)])
+        self._link.send(
+            {"op": "begin", "slots": len(state)}, [*weights, *(tensor for kept in state for tensor in kept)]
+        )
         return int(self._link.receive().head["version"])
 
     def wait(self) -> int:
@@ -296,7 +302,9 @@ class RemoteShard:
 
     def ask(self, push: Push | None, *, fetch: bool, at_least: int = 0, whole: bool = False) -> None:
         head: dict[str, Any] = {"op": "exchange", "kind": None, "sparse": None, "at_least": at_least}
-        head["fetch"] = ("sparse" if self._sparse_back and not (whole or self._whole_next) else "whole") if fetch else ""
+        head["fetch"] = (
+            ("sparse" if self._sparse_back and not (whole or self._whole_next) else "whole") if fetch else ""
+        )
         if push is None:
             self._link.send(head)
             return

@@ -31,6 +31,10 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
 
+    def close(self) -> None:
+        """Let go of the file, and with it of the lock."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         return self
@@ -62,7 +66,12 @@ class SharedFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def shards(
-        self, column: int, layout: Sequence[Sequence[Slice]], kinds: Mapping[str, torch.dtype], policy: Policy, owner: int
+        self,
+        column: int,
+        layout: Sequence[Sequence[Slice]],
+        kinds: Mapping[str, torch.dtype],
+        policy: Policy,
+        owner: int,
     ) -> list[Shard]:
         """The shards of one column of ranks, mapped; zeros, and not ready, until somebody begins them."""
         return [
@@ -84,7 +93,7 @@ class SharedFolder:
             by_slice = dict(tensors)
             copies.append([by_slice[one] for one in slices])
         lock = FileLock(self.path / f"{name}.lock")
-        return Shard(copies[0], copies[1:], counts, policy, lock, owner)
+        return Shard(copies[0], copies[1:], counts, policy, lock, owner, lock.close)
 
     def _tensors(self, name: str, slices: Sequence[Slice], kind: torch.dtype) -> list[Tensor]:
         starts, end = [], 0

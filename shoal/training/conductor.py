@@ -59,7 +59,17 @@ class Conductor:
     """Conducts one run; `coordinator` is where its replicas ask."""
 
     def __init__(
-        self, config: TrainConfig, options: ExchangeOptions, about: About, folder: RunFolder, listener: Listener, past: Past, *, kind: str, servers: int, host: str = "127.0.0.1"
+        self,
+        config: TrainConfig,
+        options: ExchangeOptions,
+        about: About,
+        folder: RunFolder,
+        listener: Listener,
+        past: Past,
+        *,
+        kind: str,
+        servers: int,
+        host: str = "127.0.0.1",
     ) -> None:
         self._config, self._options, self._about = config, options, about
         self._folder, self._listener, self._past = folder, listener, past
@@ -232,7 +242,11 @@ class Conductor:
         """Epochs after which a test is due now."""
         finished = self._budget.counted // self._steps_per_epoch
         for epochs in range(self._tested + 1, finished + 1):
-            if epochs % self._config.eval_every == 0 or epochs == self._config.epochs or epochs % self._config.checkpoint_every == 0:
+            if (
+                epochs % self._config.eval_every == 0
+                or epochs == self._config.epochs
+                or epochs % self._config.checkpoint_every == 0
+            ):
                 return epochs
         return None
 
@@ -260,7 +274,10 @@ class Conductor:
         if counted == before:
             return
         self._listener.stepped(counted, counted // self._steps_per_epoch)
-        if counted // self._config.log_every > self._logged // self._config.log_every or counted % self._steps_per_epoch == 0:
+        if (
+            counted // self._config.log_every > self._logged // self._config.log_every
+            or counted % self._steps_per_epoch == 0
+        ):
             self._log()
         if counted % self._steps_per_epoch == 0:
             self._last_loss = statistics.fmean(self._epoch_losses)
@@ -330,7 +347,9 @@ class Conductor:
             "again": again,
             "losses": torch.zeros(1, 2, dtype=torch.float64),
             "last_loss": self._last_loss,
-            "step_seconds": torch.tensor([s for score in self._scores.values() for s in score.seconds], dtype=torch.float64),
+            "step_seconds": torch.tensor(
+                [s for score in self._scores.values() for s in score.seconds], dtype=torch.float64
+            ),
             "wall_seconds": time.perf_counter() - self._begun,
             "metrics_length": self._metrics.length,
             "sent_bytes": 0,
@@ -363,7 +382,9 @@ class Conductor:
     def _on_error(self, error: Exception) -> None:
         """Our own mistake, in a thread of the coordinator's."""
         with self._changed:
-            found = RunError(f"the conductor failed: {type(error).__name__}: {error}.", "This is a bug: please report it.")
+            found = RunError(
+                f"the conductor failed: {type(error).__name__}: {error}.", "This is a bug: please report it."
+            )
             found.__cause__ = error
             self._fail(found)
 

@@ -1,13 +1,13 @@
 """`shoal.exchange`: an exchange between replicas in a training loop of one's own.
 
-    torchrun --nproc-per-node 2 script.py
+torchrun --nproc-per-node 2 script.py
 
-    with shoal.exchange(model, optimizer, "downpour", n_sync=4) as exchange:
-        for x, y in batches:                     # this replica's own
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            exchange.step()                      # in the place of optimizer.step()
-        exchange.settle()                        # now the weights are the common ones
+with shoal.exchange(model, optimizer, "downpour", n_sync=4) as exchange:
+    for x, y in batches:                     # this replica's own
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        exchange.step()                      # in the place of optimizer.step()
+    exchange.settle()                        # now the weights are the common ones
 """
 
 import os
@@ -23,7 +23,18 @@ from torch import nn
 
 from shoal.errors import ConfigError
 from shoal.exchanges import ExchangeOptions, parse_exchange
-from shoal.exchanging import Coordinator, Meeting, Replica, Seat, SharedFolder, Tally, join, serve_in_threads, server_count, start_server
+from shoal.exchanging import (
+    Coordinator,
+    Meeting,
+    Replica,
+    Seat,
+    SharedFolder,
+    Tally,
+    join,
+    serve_in_threads,
+    server_count,
+    start_server,
+)
 from shoal.launching import World, surrounding, table_of
 from shoal.linking import LOOPBACK
 from shoal.training.replicated import meeting_from, meeting_text
@@ -73,9 +84,7 @@ class OwnLoop:
         self._shared: SharedFolder | None = None
         number = 0 if world is None else world.rank
         meeting = self._meet(options, world)
-        self._seat = Seat(
-            meeting, rank=0, ranks=1, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat
-        )
+        self._seat = Seat(meeting, rank=0, ranks=1, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat)
         self._seat.live(number)
         kind, servers = self._seat.welcome["kind"], self._seat.welcome["servers"]
         self._server = serve_in_threads(self._seat, number, servers) if kind == "threads" else None
@@ -83,7 +92,9 @@ class OwnLoop:
             replica = Replica(dict(model.named_parameters()), optimizer)
             self._exchange = join(options, replica, self._seat, number)
         except ValueError as error:
-            raise ConfigError(f"this optimizer cannot be used with {options.name!r}: {error}.", "Use torch.optim.SGD.") from None
+            raise ConfigError(
+                f"this optimizer cannot be used with {options.name!r}: {error}.", "Use torch.optim.SGD."
+            ) from None
         self._exchange.begin(first=number == 0)
 
     def step(self) -> bool:

@@ -57,7 +57,9 @@ def train_replica(
         exchange.begin(first=welcome["first"])
         if seat.rank == 0 and number == 0:
             seat.ask({"ask": "plan", "plan": job.network.plan.to_json()})
-        slow = config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
+        slow = (
+            config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
+        )
         try:
             _Life(job, exchange, seat, transport, options, slow).live()
         except (RuntimeError, MemoryError) as error:
@@ -84,9 +86,7 @@ class _Share(BatchOrder):
         return super().indices(epoch, step)[self._own]
 
 
-def _prepare(
-    config: TrainConfig, options: ExchangeOptions, transport: Transport, number: int, ranks_here: int
-) -> Job:
+def _prepare(config: TrainConfig, options: ExchangeOptions, transport: Transport, number: int, ranks_here: int) -> Job:
     """The job of one replica, as if it were alone with its share of the batch."""
     own = config.model_copy(
         update={"workers": transport.world, "batch": config.replica_batch, "replicas": 1, "exchange": None, "slow": {}}
@@ -97,7 +97,13 @@ def _prepare(
     loader = job.loader
     if options.lockstep:
         loader = Loader(loader.data, _Share(loader.order, number, config.replicas), loader.augment, loader.part)
-    return replace(job, loader=loader, config=own.model_copy(update={"threads": job.config.threads, "device": job.config.device, "data": job.config.data}))
+    return replace(
+        job,
+        loader=loader,
+        config=own.model_copy(
+            update={"threads": job.config.threads, "device": job.config.device, "data": job.config.data}
+        ),
+    )
 
 
 class _Life:

@@ -39,7 +39,10 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
     replicas = Replicas(
         config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
     )
-    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as (conductor, meeting):
+    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as (
+        conductor,
+        meeting,
+    ):
         conductor.on_frozen = lambda replica: _free(meeting, replica, replicas)
         try:
             replicas.run(
@@ -57,7 +60,9 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
         return conductor.ended()
 
 
-def train_in_world(config: TrainConfig, resumed: Path | None, listener: Listener, device: str, world: World) -> RunResult:
+def train_in_world(
+    config: TrainConfig, resumed: Path | None, listener: Listener, device: str, world: World
+) -> RunResult:
     """As one rank of a world that torchrun or srun started; rank 0 conducts beside its own training."""
     each = config.workers // config.replicas
     inside = world.in_replica(each)
@@ -76,7 +81,10 @@ def train_in_world(config: TrainConfig, resumed: Path | None, listener: Listener
         return RunResult.model_validate_json(text)
     host = LOOPBACK if world.on_one_host else socket.gethostbyname(world.host)
     store = (world.host, world.port)
-    with _conducting(config, resumed, listener, one_host=world.on_one_host, host=host, store=store) as (conductor, meeting):
+    with _conducting(config, resumed, listener, one_host=world.on_one_host, host=host, store=store) as (
+        conductor,
+        meeting,
+    ):
         table.set(MEETING, meeting_text(meeting))
         try:
             train(meeting)
@@ -102,7 +110,9 @@ def join_run(folder: Path) -> None:
     config = TrainConfig.parse({**read_recipe(RunFolder(folder).config), "out": folder}, source="--join: ")
     options = _options(config)
     if options.lockstep:
-        raise ConfigError(f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one.")
+        raise ConfigError(
+            f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one."
+        )
     each = config.workers // config.replicas
     threads = config.threads or max(1, cores() // config.workers)
     replicas = Replicas(1, each, threads=threads, timeout=config.timeout, device="cpu", survives=False)
@@ -271,4 +281,3 @@ def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-

@@ -32,7 +32,20 @@ def net(input, classes):
         nn.Conv2d(input[0], 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, classes)
     )
 """
-SETTINGS = ["--model", "mine:net", "--batch", "8", "--log-every", "5", "--threads", "1", "--lr", "0.02", "--momentum", "0.5"]
+SETTINGS = [
+    "--model",
+    "mine:net",
+    "--batch",
+    "8",
+    "--log-every",
+    "5",
+    "--threads",
+    "1",
+    "--lr",
+    "0.02",
+    "--momentum",
+    "0.5",
+]
 LONG = ["--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000"]
 
 
@@ -42,7 +55,9 @@ def mine(tmp_path: Path, tiny: str) -> list[str]:
     return ["--data", tiny, *SETTINGS]
 
 
-def test_one_replica_of_every_exchange_is_plain_training_to_the_bit(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+def test_one_replica_of_every_exchange_is_plain_training_to_the_bit(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
     runs = {
         "plain": [],
         "allreduce": ["--exchange", "allreduce"],
@@ -58,7 +73,9 @@ def test_one_replica_of_every_exchange_is_plain_training_to_the_bit(shoal: Shoal
         found = load_file(tmp_path / name / "model.safetensors")
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
         accuracies = [line["test_accuracy"] for line in metrics_of(tmp_path / name) if line["event"] == "test"]
-        assert accuracies == [line["test_accuracy"] for line in metrics_of(tmp_path / "plain") if line["event"] == "test"]
+        assert accuracies == [
+            line["test_accuracy"] for line in metrics_of(tmp_path / "plain") if line["event"] == "test"
+        ]
 
 
 def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
@@ -88,7 +105,9 @@ def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, min
     ],
     ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
 )
-def test_replicas_share_one_budget_of_samples(shoal: Shoal, mine: list[str], tmp_path: Path, options: list[str]) -> None:
+def test_replicas_share_one_budget_of_samples(
+    shoal: Shoal, mine: list[str], tmp_path: Path, options: list[str]
+) -> None:
     run = shoal("train", *mine, "--epochs", "3", *options, "--out", "run")
     assert run.returncode == 0, run.stderr
     result = result_of(tmp_path / "run")
@@ -107,7 +126,9 @@ def test_replicas_share_one_budget_of_samples(shoal: Shoal, mine: list[str], tmp
 
 def ranks_of(run: "subprocess.Popen[str]") -> list[psutil.Process]:
     """The processes that train, in the order of their start."""
-    found = [child for child in psutil.Process(run.pid).children() if "multiprocessing.spawn" in " ".join(child.cmdline())]
+    found = [
+        child for child in psutil.Process(run.pid).children() if "multiprocessing.spawn" in " ".join(child.cmdline())
+    ]
     return sorted(found, key=lambda child: (child.create_time(), child.pid))
 
 
@@ -143,64 +164,57 @@ def end(run: "subprocess.Popen[str]") -> tuple[str, str]:
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGINT)
     printed = run.communicate(timeout=60)
-    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(family, timeout=5)  # the interpreter's own helper ends a moment later
+    assert not alive
     return printed
 
 
 EXCHANGES = [
-    ["--exchange", "downpour"],
-    ["--exchange", "downpour", "--exchange-options", "servers=processes,shards=2"],
-    ["--exchange", "dasgd", "--exchange-options", "servers=processes,density=0.1"],
-    ["--exchange", "backup", "--exchange-options", "backups=0"],
+    ["downpour"],
+    ["downpour", "servers=processes,shards=2"],
+    ["dasgd", "servers=processes,density=0.1"],
+    ["backup", "backups=0"],
 ]
 
 
 @pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup"])
-def test_a_killed_replica_is_noticed_at_once_and_the_others_go_on(mine: list[str], tmp_path: Path, options: list[str]) -> None:
-    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *options, "--out", "run")
+def test_a_frozen_replica_is_missed_and_a_killed_one_noticed_at_once(
+    mine: list[str], tmp_path: Path, options: list[str]
+) -> None:
+    name, *more = options
+    chosen = ["--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more])]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *chosen, "--out", "run")
     out = tmp_path / "run"
     try:
         wait_for(under_way(out, [0, 1]), run)
-        os.kill(ranks_of(run)[1].pid, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_for(lambda: lines(out, "lost"), run)
-        noticed = time.monotonic() - killed
-        before = lines(out, "steps")[-1]["step"]
-        wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 100, run)
+        victim = ranks_of(run)[1]
+        victim.suspend()
+        assert wait_for(lambda: victim.status() == psutil.STATUS_STOPPED, run)
+        begun = time.monotonic()
+        wait_for(lambda: lines(out, "frozen"), run)
+        assert time.monotonic() - begun < 2.5
+        goes_on(out, run)
+        if not lines(out, "lost"):  # one that is frozen inside an update of shared weights has to be ended
+            victim.resume()
+            wait_for(lambda: lines(out, "back"), run)
+            wait_for(under_way(out, [0, 1]), run)
+            victim.kill()
+            killed = time.monotonic()
+            wait_for(lambda: lines(out, "lost"), run)
+            assert time.monotonic() - killed < 1.0
+        goes_on(out, run)
         assert lines(out, "steps")[-1]["active"] == [0]
         printed = end(run)
     finally:
         run.kill()
         run.wait()
-    assert noticed < 1.0
     assert "replica 1 was lost" in printed[0]
     assert "--resume" in printed[1]
 
 
-@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup"])
-def test_a_frozen_replica_is_missed_and_comes_back(mine: list[str], tmp_path: Path, options: list[str]) -> None:
-    name, *more = options[1:]
-    chosen = ["--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more[1:]])]
-    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *chosen, "--out", "run")
-    out = tmp_path / "run"
-    try:
-        wait_for(under_way(out, [0, 1]), run)
-        frozen = ranks_of(run)[1]
-        frozen.suspend()
-        assert wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED, run)
-        begun = time.monotonic()
-        wait_for(lambda: lines(out, "frozen"), run)
-        assert time.monotonic() - begun < 2.5
-        before = lines(out, "steps")[-1]["step"]
-        wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 100, run)
-        if not lines(out, "lost"):  # one that was frozen inside an update of shared weights had to be ended
-            frozen.resume()
-            wait_for(lambda: lines(out, "back"), run)
-            wait_for(under_way(out, [0, 1]), run)
-        end(run)
-    finally:
-        run.kill()
-        run.wait()
+def goes_on(out: Path, run: "subprocess.Popen[str]") -> None:
+    before = lines(out, "steps")[-1]["step"]
+    wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 50, run)
 
 
 def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path: Path) -> None:
@@ -221,9 +235,25 @@ def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path
                 one.wait()
 
 
-def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
     options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=processes"]
-    run = begin(tmp_path, "shoal", "train", *mine, "--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50", *options, "--out", "run")
+    run = begin(
+        tmp_path,
+        "shoal",
+        "train",
+        *mine,
+        "--epochs",
+        "4000",
+        "--eval-every",
+        "50",
+        "--checkpoint-every",
+        "50",
+        *options,
+        "--out",
+        "run",
+    )
     out = tmp_path / "run"
     try:
         wait_for(lambda: (out / "checkpoint.pt").exists(), run)
@@ -241,8 +271,25 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(shoal
     assert result_of(out)["samples"] == int(epochs) * 80
 
 
-def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    run = begin(tmp_path, "shoal", "train", *mine, "--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50", "--replicas", "2", "--out", "run")
+def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    run = begin(
+        tmp_path,
+        "shoal",
+        "train",
+        *mine,
+        "--epochs",
+        "4000",
+        "--eval-every",
+        "50",
+        "--checkpoint-every",
+        "50",
+        "--replicas",
+        "2",
+        "--out",
+        "run",
+    )
     out = tmp_path / "run"
     try:
         wait_for(lambda: (out / "checkpoint.pt").exists(), run)
@@ -277,20 +324,48 @@ def test_a_stopped_run_goes_on(shoal: Shoal, mine: list[str], tmp_path: Path) ->
 
 
 def test_a_slow_replica_does_less_and_holds_up_nobody(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    run = shoal("train", *mine, "--epochs", "60", "--replicas", "2", "--exchange", "downpour", "--slow", "rank=1,factor=5", "--out", "run")
+    run = shoal(
+        "train",
+        *mine,
+        "--epochs",
+        "60",
+        "--replicas",
+        "2",
+        "--exchange",
+        "downpour",
+        "--slow",
+        "rank=1,factor=5",
+        "--out",
+        "run",
+    )
     assert run.returncode == 0, run.stderr
     fast, slow = (result_of(tmp_path / "run")["exchanged"]["replicas"][number]["updates"] for number in "01")
     assert fast > 2 * slow > 0
 
 
 def test_server_momentum_is_warned_of(shoal: Shoal, mine: list[str]) -> None:
-    run = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--exchange", "downpour", "--momentum", "0.9", "--out", "run")
+    run = shoal(
+        "train",
+        *mine,
+        "--epochs",
+        "1",
+        "--replicas",
+        "2",
+        "--exchange",
+        "downpour",
+        "--momentum",
+        "0.9",
+        "--out",
+        "run",
+    )
     assert run.returncode == 0, run.stderr
     assert "momentum 0.9 at the server" in run.stdout
 
 
 def test_a_loss_that_is_no_number_ends_the_run(shoal: Shoal, mine: list[str]) -> None:
-    run = shoal("train", *mine, "--epochs", "50", "--replicas", "2", "--exchange", "downpour", "--lr", "1e20", "--out", "run")
+    run = shoal(
+        "train", *mine, "--epochs", "50", "--replicas", "2", "--exchange", "downpour", "--lr", "1e20", "--out", "run"
+    )
     assert run.returncode == 1
     assert "the loss of replica" in run.stderr
 
@@ -324,8 +399,24 @@ def test_joining_nothing_is_refused(shoal_here: Shoal) -> None:
 
 
 def test_torchrun_starts_replicas_too(mine: list[str], tmp_path: Path) -> None:
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal", "train", *mine, "--epochs", "2", "--replicas", "2"]
-    for name, options in (("a", ["--exchange", "downpour"]), ("b", ["--exchange", "allreduce"]), ("c", ["--exchange", "backup", "--exchange-options", "backups=0"])):
+    command = [
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shoal",
+        "train",
+        *mine,
+        "--epochs",
+        "2",
+        "--replicas",
+        "2",
+    ]
+    for name, options in (
+        ("a", ["--exchange", "downpour"]),
+        ("b", ["--exchange", "allreduce"]),
+        ("c", ["--exchange", "backup", "--exchange-options", "backups=0"]),
+    ):
         run = begin(tmp_path, *command, *options, "--out", name)
         printed = run.communicate(timeout=120)
         assert run.returncode == 0, printed[1]

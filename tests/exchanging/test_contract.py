@@ -36,7 +36,9 @@ def plain(steps: int, momentum: float = 0.9, weight_decay: float = 0.01) -> torc
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize(("name", "servers", "options"), ALONE)
-def test_one_replica_is_plain_sgd_to_the_bit(name: str, servers: int, options: dict[str, object], momentum: float) -> None:
+def test_one_replica_is_plain_sgd_to_the_bit(
+    name: str, servers: int, options: dict[str, object], momentum: float
+) -> None:
     with meeting(name, 1, servers=servers, **options) as (side, _):
         one = side(0, momentum=momentum)
         for number in range(7):
@@ -197,7 +199,9 @@ def test_sparse_pushes_send_few_bytes_and_lose_nothing() -> None:
         for _ in range(400):
             flat = torch.randn(size)
             total += flat
-            for parameter, part in zip(one.model.parameters(), flat.split([p.numel() for p in one.model.parameters()]), strict=True):
+            for parameter, part in zip(
+                one.model.parameters(), flat.split([p.numel() for p in one.model.parameters()]), strict=True
+            ):
                 parameter.grad = part.view_as(parameter).clone()
             one.exchange.step(1.0)
         tally = one.exchange.tally

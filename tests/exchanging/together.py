@@ -15,12 +15,15 @@ from shoal.exchanging.server import Server
 from shoal.launching.group import store
 
 T = TypeVar("T")
+_drawing = threading.Lock()
 
 
 class Side:
     """One replica: a network, its optimizer and its exchange."""
 
-    def __init__(self, number: int, model: nn.Module, optimizer: torch.optim.SGD, exchange: Exchange, seat: Seat) -> None:
+    def __init__(
+        self, number: int, model: nn.Module, optimizer: torch.optim.SGD, exchange: Exchange, seat: Seat
+    ) -> None:
         self.number, self.model, self.optimizer, self.exchange, self.seat = number, model, optimizer, exchange, seat
 
     def step(self, x: Tensor, y: Tensor, rate: float = 0.1) -> bool:
@@ -40,10 +43,15 @@ class Side:
 
 def network(kind: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
     """Convolution, odd sizes, a tensor that is large enough to be cut and to be sent sparsely."""
-    torch.manual_seed(seed)
+    with _drawing:  # torch has one generator for all threads
+        torch.manual_seed(seed)
+        return _network().to(kind)
+
+
+def _network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7 * 16, 33), nn.ReLU(), nn.Linear(33, 5)
-    ).to(kind)
+    )
 
 
 def sgd(model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.01) -> torch.optim.SGD:
@@ -81,7 +89,14 @@ def meeting(
             ("127.0.0.1", table.port),
         )
 
-        def side(number: int, *, kind: torch.dtype = torch.float32, momentum: float = 0.9, weight_decay: float = 0.01, seed: int = 1) -> Side:
+        def side(
+            number: int,
+            *,
+            kind: torch.dtype = torch.float32,
+            momentum: float = 0.9,
+            weight_decay: float = 0.01,
+            seed: int = 1,
+        ) -> Side:
             model = network(kind, seed)
             optimizer = sgd(model, momentum, weight_decay)
             seat = Seat(where, rank=0, ranks=1, replica=number, pids=[], heartbeat=parsed.heartbeat)
@@ -93,10 +108,12 @@ def meeting(
             stack.callback(exchange.close)
             return one
 
-        yield side, coordinator
-        for server in kept:
-            assert not server.errors, server.errors
-        assert not coordinator.errors, coordinator.errors
+        try:
+            yield side, coordinator
+        finally:
+            errors = [*coordinator.errors, *(error for server in kept for error in server.errors)]
+            for error in errors:
+                raise error
 
 
 def at_once(works: Sequence[Callable[[], T]], seconds: float = 60.0) -> list[T]:
