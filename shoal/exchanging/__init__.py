@@ -1,0 +1,1 @@
+"""Replicas that train apart and exchange what they learned."""
