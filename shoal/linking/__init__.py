@@ -13,7 +13,7 @@ A process that was stopped (not ended) keeps its sockets: only a time-out, or th
 `link.py` is one connection, `door.py` where links are made, `sockets.py` what the system is told of them. POSIX only.
 """
 
-from shoal.linking.door import Door, connect, own_address
+from shoal.linking.door import LOOPBACK, Address, Door, connect, own_address
 from shoal.linking.link import JSON, Frame, Head, Link, LinkError, LinkLost, LinkSilent
 
-__all__ = ["Link", "Frame", "Head", "JSON", "Door", "connect", "own_address", "LinkError", "LinkLost", "LinkSilent"]
+__all__ = ["Link", "Frame", "Head", "JSON", "Address", "LOOPBACK", "Door", "connect", "own_address", "LinkError", "LinkLost", "LinkSilent"]

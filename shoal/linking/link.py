@@ -343,6 +343,8 @@ def _bytes_of_tensor(tensor: Tensor) -> memoryview:
             f"a buffer must be a contiguous tensor on the CPU, which one of shape {tuple(tensor.shape)} on"
             f" {tensor.device} is not: copy it to one first."
         )
+    if not tensor.numel():  # which may have any strides
+        return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data  # bytes, since numpy knows no bfloat16
 
 
