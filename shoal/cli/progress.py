@@ -170,7 +170,9 @@ class _Bar(_Lines):
         self._bar.start()
 
     def stepped(self, steps: int, epoch: int) -> None:
-        self._bar.update(self._task, completed=steps, description=f"epoch {min(epoch + 1, self._epochs)}/{self._epochs}")
+        self._bar.update(
+            self._task, completed=steps, description=f"epoch {min(epoch + 1, self._epochs)}/{self._epochs}"
+        )
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         super().logged(metrics)

@@ -75,7 +75,8 @@ def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
 def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:
     if recipe is not None or given:
         raise ConfigError(
-            f"--join takes its settings from the run in {str(folder)!r}.", "Leave the recipe and all other options away."
+            f"--join takes its settings from the run in {str(folder)!r}.",
+            "Leave the recipe and all other options away.",
         )
     from shoal.training.replicated import join_run
 

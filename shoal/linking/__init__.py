@@ -16,4 +16,17 @@ A process that was stopped (not ended) keeps its sockets: only a time-out, or th
 from shoal.linking.door import LOOPBACK, Address, Door, connect, own_address
 from shoal.linking.link import JSON, Frame, Head, Link, LinkError, LinkLost, LinkSilent
 
-__all__ = ["Link", "Frame", "Head", "JSON", "Address", "LOOPBACK", "Door", "connect", "own_address", "LinkError", "LinkLost", "LinkSilent"]
+__all__ = [
+    "Link",
+    "Frame",
+    "Head",
+    "JSON",
+    "Address",
+    "LOOPBACK",
+    "Door",
+    "connect",
+    "own_address",
+    "LinkError",
+    "LinkLost",
+    "LinkSilent",
+]
