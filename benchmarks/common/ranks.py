@@ -33,7 +33,7 @@ def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int 
                     "MASTER_PORT": port,
                     "GLOO_SOCKET_IFNAME": host.device,
                     "OMP_NUM_THREADS": "1",
-                    HUGE_PAGES: "1",  # for every side alike
+                    HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),  # for every side alike
                 }
                 command = [*host.prefix, sys.executable, "-m", module, *arguments]
                 started.append(subprocess.Popen(command, env=environment))
