@@ -140,10 +140,17 @@ class TrainConfig(Settings):
     weight_decay: float = Field(default=5e-4, ge=0)
     """L2 penalty on the weights."""
 
-    replicas: int = Field(default=1, gt=0)
-    """Copies of the network, each on workers / replicas of the workers under the plan; kept together by the exchange."""
-    exchange: str | None = None
-    """How replicas keep together: allreduce, backup, downpour or dasgd; allreduce unless given. See docs/exchanges.md."""
+    replicas: int = Field(
+        default=1,
+        gt=0,
+        description="Copies of the network, each on workers / replicas of the workers under the plan; "
+        "kept together by the exchange.",
+    )
+    exchange: str | None = Field(
+        default=None,
+        description="How replicas keep together: allreduce, backup, downpour or dasgd; allreduce unless given. "
+        "See docs/exchanges.md.",
+    )
     exchange_options: Options = Field(default_factory=dict)
     """Options of the exchange, such as n_sync=4,servers=processes."""
     slow: Options = Field(default_factory=dict)

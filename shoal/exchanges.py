@@ -94,8 +94,8 @@ class Downpour(Served):
     name = "downpour"
 
     rule: Literal["auto", "sgd", "adagrad", "add"] = "auto"
-    """What servers do: sgd (with the run's momentum), adagrad (Dean 2012), or add changes that replicas made themselves,
-    with a momentum of their own (Paine 2013). auto: sgd when every step is pushed, else add."""
+    """What servers do: sgd (with the run's momentum), adagrad (Dean 2012), or add changes that replicas made
+    themselves, with a momentum of their own (Paine 2013). auto: sgd when every step is pushed, else add."""
 
     @property
     def server_rule(self) -> Literal["sgd", "adagrad", "add"]:
@@ -114,8 +114,8 @@ class Dasgd(Served):
     name = "dasgd"
 
     sparse: Literal["none", "sampled", "topk", "threshold"] = "sampled"
-    """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is estimated
-    from a sample), those above a fixed threshold (Chan & Lane), or all."""
+    """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is
+    estimated from a sample), those above a fixed threshold (Chan & Lane), or all."""
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of each tensor that sampled and topk push, and that servers send back."""
     threshold: float = Field(default=1e-4, gt=0)
@@ -124,8 +124,11 @@ class Dasgd(Served):
     """Keep what was not pushed and add it to the next gradient (Strom 2015), or drop it."""
     momentum_at: Literal["server", "worker"] = "worker"
     """Where the run's momentum is kept. At the server every weight changes with every push."""
-    decay: Literal["none", "exponential", "inverse"] = "exponential"
-    """How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014), 1 / staleness (Zhang et al. 2016)."""
+    decay: Literal["none", "exponential", "inverse"] = Field(
+        default="exponential",
+        description="How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014), "
+        "1 / staleness (Zhang et al. 2016).",
+    )
     decay_base: float = Field(default=0.9, gt=0, le=1)
     """Base of the exponential decay."""
 

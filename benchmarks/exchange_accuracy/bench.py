@@ -1,12 +1,16 @@
 """Test accuracy of two replicas under each exchange beside one worker's, at equal samples, over seeds.
 
     python -m benchmarks.exchange_accuracy.bench --study exchanges [--data fashion-mnist --model lenet5 --epochs 5]
-    python -m benchmarks.exchange_accuracy.bench --study dasgd --data audiomnist --model acoustic      # ablation, cold start
-    python -m benchmarks.exchange_accuracy.bench --study periods                                      # clients x n_sync, cold and warm (Paine)
-    python -m benchmarks.exchange_accuracy.bench --study modes                                        # sync, async, mixed; 1 and 2 servers (Campos)
+    python -m benchmarks.exchange_accuracy.bench --study dasgd --data audiomnist --model acoustic
+    python -m benchmarks.exchange_accuracy.bench --study periods
+    python -m benchmarks.exchange_accuracy.bench --study modes
 
-Every row is first tuned: short runs over a grid of learning rates on a seed that is not reported, the best of which is then run
-on the seeds. All runs go through the command line; what is printed comes from their result.json and metrics.jsonl.
+dasgd: ablation, cold start. periods: clients x n_sync, cold and warm (Paine). modes: sync, async, mixed; 1 and 2
+servers (Campos).
+
+Every row is first tuned: short runs over a grid of learning rates on a seed that is not reported, the best of which is
+then run on the seeds. All runs go through the command line; what is printed comes from their result.json and
+metrics.jsonl.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TUNING_SEED = 1000
 
@@ -103,11 +108,13 @@ def main() -> None:
     args = parser.parse_args()
     common = ["--model", args.model, "--data", args.data, "--batch", str(args.batch), "--threads", "1"]
     print(
-        f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; tuned over {args.rates} with {args.tuning_epochs} epochs",
+        f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; "
+        f"tuned over {args.rates} with {args.tuning_epochs} epochs",
         flush=True,
     )
     print(
-        "| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s | time to accuracy s | staleness mean, max | MB pushed, fetched per step | dropped | diverged |"
+        "| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s "
+        "| time to accuracy s | staleness mean, max | MB pushed, fetched per step | dropped | diverged |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     base: float | None = None
@@ -134,14 +141,16 @@ def main() -> None:
         speed = statistics.median(run["samples_per_second"] for run in done)
         reached = [run["reached"](args.target) for run in done]
         times = ", ".join("never" if one is None else f"{one:.0f}" for one in reached)
+        of_seeds = ", ".join(f"{one:.4f}" for one in accuracies)
         print(
-            f"| {row.name} | {shown} | {rate} | **{mean:.4f}** ({', '.join(f'{one:.4f}' for one in accuracies)}) | {100 * (mean - base):+.2f} | {speed:,.0f} "
-            f"| {times} | {_staleness(done)} | {_bytes(done)} | {_dropped(done)} | {len(runs) - len(done)} |",
+            f"| {row.name} | {shown} | {rate} | **{mean:.4f}** ({of_seeds}) | {100 * (mean - base):+.2f} "
+            f"| {speed:,.0f} | {times} | {_staleness(done)} | {_bytes(done)} "
+            f"| {_dropped(done)} | {len(runs) - len(done)} |",
             flush=True,
         )
 
 
-def _run(options: list[str]) -> dict | None:  # type: ignore[type-arg]
+def _run(options: list[str]) -> dict[str, Any] | None:
     """The result of one run, and a function that tells when it reached an accuracy; None where it diverged."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -156,7 +165,7 @@ def _run(options: list[str]) -> dict | None:  # type: ignore[type-arg]
             if "the loss" not in ran.stderr:
                 sys.exit(f"{options}\n{ran.stdout}\n{ran.stderr}")
             return None
-        result = json.loads((out / "result.json").read_text())
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     del begun
     tests = [(line["wall_seconds"], line["test_accuracy"]) for line in lines if line["event"] == "test"]
@@ -164,26 +173,25 @@ def _run(options: list[str]) -> dict | None:  # type: ignore[type-arg]
     return result
 
 
-def _accuracy(run: dict | None) -> str:  # type: ignore[type-arg]
+def _accuracy(run: dict[str, Any] | None) -> str:
     return "diverged" if run is None else f"{run['test_accuracy']:.4f}"
 
 
-def _staleness(runs: list[dict]) -> str:  # type: ignore[type-arg]
+def _staleness(runs: list[dict[str, Any]]) -> str:
     found = [run["staleness"] for run in runs if run.get("staleness")]
     return f"{statistics.fmean(one['mean'] for one in found):.2f}, {max(one['max'] for one in found)}" if found else ""
 
 
-def _bytes(runs: list[dict]) -> str:  # type: ignore[type-arg]
+def _bytes(runs: list[dict[str, Any]]) -> str:
     found = [one for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values()]
     steps = sum(one["steps"] for one in found)
-    return (
-        f"{sum(one['sent_bytes'] for one in found) / steps / 1e6:.3f}, {sum(one['received_bytes'] for one in found) / steps / 1e6:.3f}"
-        if steps
-        else ""
-    )
+    if not steps:
+        return ""
+    pushed, fetched = (sum(one[way] for one in found) / steps / 1e6 for way in ("sent_bytes", "received_bytes"))
+    return f"{pushed:.3f}, {fetched:.3f}"
 
 
-def _dropped(runs: list[dict]) -> str:  # type: ignore[type-arg]
+def _dropped(runs: list[dict[str, Any]]) -> str:
     return str(
         sum(one["dropped"] for run in runs if run.get("exchanged") for one in run["exchanged"]["replicas"].values())
     )

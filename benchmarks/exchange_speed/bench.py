@@ -2,8 +2,9 @@
 
     python -m benchmarks.exchange_speed.bench --model lenet5 [--link 1gbit] [--rounds 15] [--slow 3]
 
-Two replicas of one thread. Every side has its own copy of the network and trains the same number of steps per round, both
-replicas at their own pace; a round lasts until both are done. "alone" is one replica while the other rests: what one worker has.
+Two replicas of one thread. Every side has its own copy of the network and trains the same number of steps per round,
+both replicas at their own pace; a round lasts until both are done. "alone" is one replica while the other rests: what
+one worker has.
 `--slow 3`: the second replica takes three times as long for its steps, and takes a third of them where the
 exchange lets it (asynchronous: each works until the other has done its part of the common number of steps).
 """
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +31,13 @@ SIZES = {
     "alexnet": ((3, 224, 224), 16, 1000, 3),
 }
 """Sample, samples of one replica's batch, classes, steps per turn (a multiple of the period is best)."""
-HERE = {
+HERE: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
     "downpour": ("downpour", {}),
     "downpour n_sync 4": ("downpour", {"n_sync": 4}),
     "dasgd": ("dasgd", {}),
 }
-LINKS = {
+LINKS: dict[str, tuple[str, dict[str, Any]]] = {
     "downpour, server process": ("downpour", {"servers": "processes"}),
     "downpour, server process, n_sync 5": ("downpour", {"servers": "processes", "n_sync": 5}),
     "downpour, threads, n_sync 5": ("downpour", {"servers": "threads", "n_sync": 5}),
@@ -106,10 +108,13 @@ def main() -> None:
         exchange.close()
     if rank == 0:
         print(
-            f"{args.model}, batch {batch} per replica, 2 replicas of one thread, {args.link}, slow {args.slow:g}, {args.rounds} rounds of {steps} steps per replica"
+            f"{args.model}, batch {batch} per replica, 2 replicas of one thread, {args.link}, "
+            f"slow {args.slow:g}, {args.rounds} rounds of {steps} steps per replica"
         )
         print(
-            "| side | median s | share of the ceiling | quartiles | over one worker | staleness | MB each way per step |\n|---|---|---|---|---|---|---|"
+            "| side | median s | share of the ceiling | quartiles | over one worker | staleness "
+            "| MB each way per step |\n"
+            "|---|---|---|---|---|---|---|"
         )
         for name in sides:
             ratios = [1 / ratio for ratio in measured.ratios(name, "none")]
@@ -120,9 +125,11 @@ def main() -> None:
             if name in tallies:
                 tally = tallies[name]
                 mean = sum(k * v for k, v in tally.staleness.items()) / max(1, tally.staleness.total())
-                told = f"{mean:.2f} | {tally.sent_bytes / tally.steps / 1e6:.2f}, {tally.received_bytes / tally.steps / 1e6:.2f}"
+                sent, received = (count / tally.steps / 1e6 for count in (tally.sent_bytes, tally.received_bytes))
+                told = f"{mean:.2f} | {sent:.2f}, {received:.2f}"
             print(
-                f"| {name} | {statistics.median(measured.seconds[name]):.3f} | **{middle:.3f}** | {low:.3f} to {high:.3f} | {gain:.2f} | {told or ' | '} |"
+                f"| {name} | {statistics.median(measured.seconds[name]):.3f} | **{middle:.3f}** "
+                f"| {low:.3f} to {high:.3f} | {gain:.2f} | {told or ' | '} |"
             )
         print(f"torch {torch.__version__}")
     dist.destroy_process_group()

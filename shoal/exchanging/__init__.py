@@ -1,4 +1,6 @@
-"""Exchanging: how replicas of one network keep together. One file per exchange, each of which opens with what it promises.
+"""Exchanging: how replicas of one network keep together.
+
+One file per exchange, each of which opens with what it promises:
 
     allreduce   lockstep                     allreduce.py
     backup      lockstep without the last    backup.py, tickets.py, rounds.py

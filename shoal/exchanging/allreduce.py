@@ -1,10 +1,11 @@
 """`allreduce`: in every step all replicas take the mean of their gradients, then the same step each.
 
-Keeps       R replicas with a batch of b each are one replica with a batch of R b, to the order of additions; every replica
-            has the same weights, bit for bit. Batch norm takes its statistics within each replica.
+Keeps       R replicas with a batch of b each are one replica with a batch of R b, to the order of additions; every
+            replica has the same weights, bit for bit. Batch norm takes its statistics within each replica.
 Gives up    nothing but time: a step lasts as long as the slowest replica's.
 Costs       2 (R-1)/R of the gradients' bytes sent by each replica per step.
-Failure     a replica that is lost ends the run with a message that names it; `--resume` goes on from the last checkpoint.
+Failure     a replica that is lost ends the run with a message that names it; `--resume` goes on from the last
+            checkpoint.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,13 @@
 """`backup`: synchronous steps that do not wait for the slowest b of N + b replicas (Chen et al. 2016).
 
-Keeps       every update is the mean of N gradients of the same version: with b = 0 it is full synchrony, to rounding. No late
-            gradient is applied: whether one counts is decided by a ticket before it is sent, for all servers alike.
+Keeps       every update is the mean of N gradients of the same version: with b = 0 it is full synchrony, to rounding.
+            No late gradient is applied: whether one counts is decided by a ticket before it is sent, for all servers
+            alike.
 Gives up    the work of those that come late; their batches are handed out again, so every sample is used.
-Costs       per step and replica a ticket, a copy of the gradients to the servers and one of the weights back; servers keep
-            one more copy for the sum.
-Failure     a replica that dies or freezes is a backup less; with fewer than N left, the mean is taken over those. A server
-            that dies ends the run, which can be resumed from its last checkpoint.
+Costs       per step and replica a ticket, a copy of the gradients to the servers and one of the weights back; servers
+            keep one more copy for the sum.
+Failure     a replica that dies or freezes is a backup less; with fewer than N left, the mean is taken over those. A
+            server that dies ends the run, which can be resumed from its last checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence

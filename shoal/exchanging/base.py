@@ -73,7 +73,7 @@ class Exchange(ABC):
     def settle(self) -> None:
         """Make this replica's weights and optimizer state the common ones, which a test or a checkpoint wants."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (a hook: not every exchange has something to let go of)
         """Leave in good order."""
 
     def take_tally(self) -> Tally:

@@ -2,9 +2,9 @@
 
     replica's first rank ──ask──▶ Coordinator ◀──pulse── every rank        server ◀──needs── Coordinator
 
-Every rank keeps a pulse: a link on which it says that it lives. A rank that dies closes its link, which is seen at once; a
-rank that is frozen is silent for `heartbeat` seconds. Either takes its whole replica out; a frozen one that wakes
-is back. The coordinator must outlive the run: it lives in the process that started it.
+Every rank keeps a pulse: a link on which it says that it lives. A rank that dies closes its link, which is seen at
+once; a rank that is frozen is silent for `heartbeat` seconds. Either takes its whole replica out; a frozen one that
+wakes is back. The coordinator must outlive the run: it lives in the process that started it.
 """
 
 import threading

@@ -1,11 +1,11 @@
 """`dasgd`: asynchronous servers with sparse gradients, momentum and decay with staleness (Chan & Lane 2014).
 
-Keeps       what `downpour` keeps; with sparse and decay off and momentum at the server it is `downpour`, bit for bit. With
-            `residual` nothing is lost: what was not pushed is added to the next gradient.
+Keeps       what `downpour` keeps; with sparse and decay off and momentum at the server it is `downpour`, bit for bit.
+            With `residual` nothing is lost: what was not pushed is added to the next gradient.
 Gives up    a replica's weights lag behind the servers' where a change was too small to be sent back.
 Costs       a push sends 8 bytes for each of `density` of the elements, and over links a fetch the same for the elements
-            that changed most; selecting costs about three passes over the gradient. One more copy of the gradient in each
-            replica (residual), one with momentum at the worker, and per replica one in the servers (what it has).
+            that changed most; selecting costs about three passes over the gradient. One more copy of the gradient in
+            each replica (residual), one with momentum at the worker, and per replica one in the servers (what it has).
 Failure     as `downpour`; a replica that is lost takes its residual with it.
 """
 
@@ -21,8 +21,10 @@ from shoal.exchanging.sparse import Remainder, Selector
 
 
 class Dasgd(Downpour):
-    """`selector`: which elements are pushed; None pushes all. `own_momentum`, `own_decay`: what this replica adds to its
-    gradients itself, where the servers do not."""
+    """`selector`: which elements are pushed; None pushes all.
+
+    `own_momentum`, `own_decay`: what this replica adds to its gradients itself, where the servers do not.
+    """
 
     def __init__(
         self, *args: Any, selector: Selector | None, own_momentum: float, own_decay: float, **options: Any

@@ -1,16 +1,17 @@
 """`downpour`: asynchronous parameter servers (Dean et al. 2012; Paine et al. 2013 with n_push = n_fetch = n_sync).
 
 Keeps       one replica is plain SGD, bit for bit, at any n_sync; Adagrad over shards is Adagrad.
-Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness, measured);
-            shards may be of different versions. The order of updates differs from run to run.
-Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside the
-            weights one more copy in each replica where n_push or n_fetch is over 1; the rule's state lives in the servers.
-Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends the
-            run, which can be resumed from its last checkpoint.
+Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness,
+            measured); shards may be of different versions. The order of updates differs from run to run.
+Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside
+            the weights one more copy in each replica where n_push or n_fetch is over 1; the rule's state lives in the
+            servers.
+Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends
+            the run, which can be resumed from its last checkpoint.
 
-With `rule=sgd` and `rule=adagrad` servers step on pushed gradients; between pushes a replica takes steps of its own with
-its own optimizer and pushes the sum of their gradients (Dean). With `rule=add` the replica's own optimizer makes all steps, and
-it pushes how far they took it (Paine).
+With `rule=sgd` and `rule=adagrad` servers step on pushed gradients; between pushes a replica takes steps of its own
+with its own optimizer and pushes the sum of their gradients (Dean). With `rule=add` the replica's own optimizer makes
+all steps, and it pushes how far they took it (Paine).
 """
 
 from collections.abc import Sequence
@@ -143,7 +144,10 @@ class Downpour(Exchange):
         return applied
 
     def _exchange(self, values: Sequence[Tensor] | None, rate: float, *, fetch: bool, at_least: int = 0) -> bool:
-        """Push `values`, unless there are none, and fetch this rank's weights, unless told not to, at all shards at once."""
+        """Push `values`, unless there are none, and fetch this rank's weights, unless told not to.
+
+        At all shards at once.
+        """
         weights = self._cut(self.replica.weights)
         pushed = None if values is None else self._cut(values)
         before = self._copy_now_and_then(fetch=fetch, push=pushed is not None)
@@ -164,7 +168,7 @@ class Downpour(Exchange):
         return [(self._turn + number) % count for number in range(count)]
 
     def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
-        """Whole weights where nobody came between last time: exact, where adding a change to the old ones would round."""
+        """Whole weights where nobody came between last time: exact, where adding a change to old ones would round."""
         if self._rule == "add" and self._undisturbed[number]:
             return Push(on_host([weight.clone() for weight in weights]), self._versions[number], rate, "weights")
         return Push(on_host(values), self._versions[number], rate)

@@ -36,6 +36,16 @@ class Push:
     """gradient: for the rule, which may also be `add`. weights: takes the place of the weights, if nobody else changed
     them since `base`; exact where adding a change would round."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The values of a push of whole tensors; of any other, none."""
+        return [one for one in self.values if isinstance(one, Tensor)]
+
+    @property
+    def sparse(self) -> list[Sparse]:
+        """The values of a push of some elements of each tensor; of any other, none."""
+        return [one for one in self.values if isinstance(one, Sparse)]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -105,23 +115,24 @@ class Shard:
         if limit is not None and staleness > limit:
             return Outcome(version, staleness, applied=False)
         if push.kind == "weights":
-            copy_all(self.weights, push.values)  # type: ignore[arg-type]  # whole tensors
+            copy_all(self.weights, push.tensors)
         else:
             self._step(push, staleness_factor(staleness, self.policy.decay, self.policy.decay_base))
         self.counts[VERSION] = version + 1
         return Outcome(version + 1, staleness)
 
     def _step(self, push: Push, factor: float) -> None:
-        rule, values = self.policy.rule, push.values
-        if values and isinstance(values[0], Sparse):
+        rule = self.policy.rule
+        if sparse := push.sparse:
             if factor != 1.0:
-                for one in values:
+                for one in sparse:
                     one.values.mul_(factor)
-            rule.apply_sparse(self.weights, values, self.state, push.rate)  # type: ignore[arg-type]
+            rule.apply_sparse(self.weights, sparse, self.state, push.rate)
             return
+        tensors = push.tensors
         if factor != 1.0:
-            torch._foreach_mul_(list(values), factor)  # type: ignore[arg-type]
-        rule.apply(self.weights, values, self.state, push.rate)  # type: ignore[arg-type]
+            torch._foreach_mul_(tensors, factor)
+        rule.apply(self.weights, tensors, self.state, push.rate)
 
     def snapshot(self) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Copies of weights and state, of one version."""

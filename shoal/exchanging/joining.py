@@ -1,15 +1,14 @@
 """From options and a meeting point to one rank's side of an exchange."""
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from shoal import exchanges
@@ -21,10 +20,10 @@ from shoal.exchanging.dasgd import Dasgd
 from shoal.exchanging.downpour import Downpour
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.server import LocalShard, RemoteShard, Server, ShardClient, Terms
-from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.shards import Slice, spread
+from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.sparse import Selector
-from shoal.linking import Address, Frame, Link, LinkLost, connect, own_address
+from shoal.linking import JSON, Address, Frame, Link, LinkLost, connect, own_address
 
 BEATS = 4
 """Signs of life within one heartbeat."""
@@ -57,7 +56,7 @@ class Seat:
         self.welcome: Mapping[str, Any] = {"replica": replica}
         self._link: Link | None = None
         if rank == 0:
-            hello = {"as": "replica", "replica": replica, "ranks": ranks, "pids": list(pids)}
+            hello: dict[str, JSON] = {"as": "replica", "replica": replica, "ranks": ranks, "pids": list(pids)}
             self._link = connect(meeting.address, meeting.token, hello, name="the coordinator")
             self.welcome = self._link.receive().head
         self._heartbeat = heartbeat
@@ -67,7 +66,7 @@ class Seat:
 
     def live(self, replica: int) -> None:
         """Begin to give signs of life as a rank of `replica`."""
-        hello = {"as": "pulse", "replica": replica, "rank": self.rank}
+        hello: dict[str, JSON] = {"as": "pulse", "replica": replica, "rank": self.rank}
         self._pulse = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
         self._thread = threading.Thread(target=self._beat, name="shoal-pulse", daemon=True)
         self._thread.start()
@@ -94,16 +93,12 @@ class Seat:
         """Say goodbye and close the links."""
         self._quiet.set()
         if self._link is not None:
-            try:
+            with suppress(LinkLost):
                 self.ask({"ask": "leave"})
-            except LinkLost:
-                pass
             self._link.close()
         if self._pulse is not None:
-            try:
+            with suppress(LinkLost):
                 self._pulse.send({"bye": True})
-            except LinkLost:
-                pass
             self._pulse.close()
         if self._thread is not None:
             self._thread.join(1.0)
@@ -125,9 +120,7 @@ class Seat:
             self.leave()
 
 
-def server_count(
-    options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, devices: str = "cpu"
-) -> tuple[str, int]:
+def server_count(options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool) -> tuple[str, int]:
     """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers."""
     if isinstance(options, exchanges.Backup):
         return "processes", 1
@@ -251,8 +244,8 @@ def _group(meeting: Meeting, column: int, number: int) -> Any:
     host, port = meeting.store
     patience = timedelta(seconds=120)
     table = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)  # type: ignore[attr-defined]
-    table = dist.PrefixStore(f"{meeting.token}/{column}", table)  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(table, number, meeting.replicas, patience)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"{meeting.token}/{column}", table)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(own, number, meeting.replicas, patience)
 
 
 def serve_in_threads(seat: Seat, number: int, count: int) -> Server | None:

@@ -1,7 +1,7 @@
 """One replica's network as exchanges see it: what this rank speaks for, and how the rest of its replica hears of it.
 
-A replica is one rank, or a group of ranks that hold shards of the network under a plan. A shard that several of them hold
-is exchanged by the first of them, which then tells the others: between replicas it travels once.
+A replica is one rank, or a group of ranks that hold shards of the network under a plan. A shard that several of them
+hold is exchanged by the first of them, which then tells the others: between replicas it travels once.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -47,7 +47,7 @@ class Rounds:
                 applied = push.base == self._shard.version
                 at_least = push.base + 1
                 if applied:
-                    torch._foreach_add_(self._sums, list(push.values))  # type: ignore[arg-type]
+                    torch._foreach_add_(self._sums, push.tensors)
                     self._count += 1
                     self._rate = push.rate
                     self._apply_if_complete()

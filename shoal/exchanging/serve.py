@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from shoal.exchanging.server import Server
-from shoal.linking import Address, LinkLost, connect, own_address
+from shoal.linking import JSON, Address, LinkLost, connect, own_address
 
 TOKEN = "SHOAL_TOKEN"
 
@@ -27,7 +27,12 @@ def main() -> None:
     torch.set_flush_denormal(True)
     host, port, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     server = Server(host=own_address(host))
-    hello = {"as": "server", "number": number, "address": list(server.address), "token": server.token}
+    hello: dict[str, JSON] = {
+        "as": "server",
+        "number": number,
+        "address": list(server.address),
+        "token": server.token,
+    }
     link = connect((host, port), os.environ[TOKEN], hello, name="the coordinator")
     try:
         while True:

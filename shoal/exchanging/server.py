@@ -101,7 +101,7 @@ class Server:
         link.send({"ready": held.begun.is_set()})
         while True:
             head = link.receive_head()
-            desk.answer(head.head, head.lengths)
+            desk.answer(head.head)
 
     def _open(self, key: str, terms: Terms) -> _Held:
         with self._lock:
@@ -130,7 +130,7 @@ class _Desk:
         self._mirror: Mirror | None = None
         """What this replica has, from its first fetch on, where it is told changes only."""
 
-    def answer(self, head: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    def answer(self, head: Mapping[str, Any]) -> None:
         shard, link = self._held.shard, self._link
         match head["op"]:
             case "begin":
@@ -143,13 +143,13 @@ class _Desk:
                 self._held.begun.wait()
                 link.send({"version": shard.version})
             case "exchange":
-                self._exchange(head, lengths)
+                self._exchange(head)
             case "snapshot":
                 weights, state = shard.snapshot()
                 link.send({"version": shard.version}, [*weights, *(tensor for kept in state for tensor in kept)])
 
-    def _exchange(self, head: Mapping[str, Any], lengths: Sequence[int]) -> None:
-        push = self._push(head, lengths)
+    def _exchange(self, head: Mapping[str, Any]) -> None:
+        push = self._push(head)
         wants = head["fetch"]
         into = self._copy if wants else None
         if self._held.rounds is not None:
@@ -171,7 +171,7 @@ class _Desk:
             changes = self._mirror.changes(self._copy)
             self._link.send({**reply, "sparse": [one.values.numel() for one in changes]}, sparse_buffers(changes))
 
-    def _push(self, head: Mapping[str, Any], lengths: Sequence[int]) -> Push | None:
+    def _push(self, head: Mapping[str, Any]) -> Push | None:
         if head["kind"] is None:
             return None
         weights = self._held.shard.weights
@@ -309,11 +309,11 @@ class RemoteShard:
             self._link.send(head)
             return
         head |= {"kind": push.kind, "base": push.base, "rate": push.rate}
-        if push.values and isinstance(push.values[0], Sparse):
-            head["sparse"] = [one.values.numel() for one in push.values]  # type: ignore[union-attr]
-            self._link.send(head, sparse_buffers(push.values))  # type: ignore[arg-type]
+        if sparse := push.sparse:
+            head["sparse"] = [one.values.numel() for one in sparse]
+            self._link.send(head, sparse_buffers(sparse))
         else:
-            self._link.send(head, push.values)  # type: ignore[arg-type]
+            self._link.send(head, push.tensors)
 
     def answer(self, into: Sequence[Tensor] | None) -> Outcome:
         arrived = self._link.receive_head()

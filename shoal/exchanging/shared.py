@@ -1,7 +1,8 @@
 """Shards in memory that the processes of one host share: no server, no message. Each replica updates them itself.
 
-Files in a folder of the system's memory file system, mapped by every process: one with all numbers, and one per shard to lock.
-The kernel frees the lock of a process that dies, so a killed replica blocks nobody. A frozen one could: see `holder`.
+Files in a folder of the system's memory file system, mapped by every process: one with all numbers, and one per shard
+to lock. The kernel frees the lock of a process that dies, so a killed replica blocks nobody. A frozen one could: see
+`holder`.
 """
 
 import fcntl
@@ -86,7 +87,7 @@ class SharedFolder:
         counts = torch.from_file(str(self.path / f"{name}.counts"), shared=True, size=COUNTS, dtype=torch.int64)
         copies = []
         for copy in range(1 + policy.rule.slots):
-            tensors = []
+            tensors: list[tuple[Slice, Tensor]] = []
             for kind in sorted({kinds[one.name] for one in slices}, key=str):
                 own = [one for one in slices if kinds[one.name] == kind]
                 tensors += zip(own, self._tensors(f"{name}.{copy}.{str(kind)[6:]}", own, kind), strict=True)

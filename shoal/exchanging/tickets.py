@@ -6,8 +6,8 @@ from collections.abc import Mapping
 class Tickets:
     """Gives out N tickets per version; who has one sends its gradient, who has none drops it.
 
-    Nothing begins before N replicas are there, unless told. With fewer than N left later, as many as there are. A replica that
-    is lost with a ticket is no longer waited for.
+    Nothing begins before N replicas are there, unless told. With fewer than N left later, as many as there are. A
+    replica that is lost with a ticket is no longer waited for.
 
     >>> tickets = Tickets(1)
     >>> tickets.members({0, 1})

@@ -458,7 +458,7 @@ def tell_holders(model: ParallelModule, tensors: Mapping[str, Tensor]) -> None:
         for (ranks, _), members in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]))):
             whole = torch.cat([member.reshape(-1) for member in members])  # one message for many small tensors
             model._transport.tell(whole, ranks, GRADIENT)
-            for member, part in zip(members, whole.split([member.numel() for member in members]), strict=True):
+            for member, part in zip(members, torch.split(whole, [member.numel() for member in members]), strict=True):
                 member.copy_(part.view(member.shape))
 
 

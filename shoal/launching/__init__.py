@@ -1,8 +1,8 @@
 """Launching: processes that work together, started here or by torchrun or srun. Loads torch only in the ranks.
 
-`world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process, `ranks.py` starts and supervises
-ranks of this host that live and die together, `replicas.py` groups of which some may be lost, `failure.py` decides what
-went wrong first.
+`world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process, `ranks.py` starts and
+supervises ranks of this host that live and die together, `replicas.py` groups of which some may be lost, `failure.py`
+decides what went wrong first.
 """
 
 from shoal.launching.failure import Failure, RemoteError

@@ -2,8 +2,8 @@
 
 Processes   `spawn`, each in a session of its own: a Ctrl-C on the terminal reaches this process alone, which passes
             it on once. A process ends when this one does, however that happens.
-Signals     the first SIGINT or SIGTERM asks every process to stop (SIGTERM), as a training loop knows how to; the second
-            kills them.
+Signals     the first SIGINT or SIGTERM asks every process to stop (SIGTERM), as a training loop knows how to; the
+            second kills them.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Replicas on this host: groups of ranks of which some may be lost while the others go on.
 
-A rank that dies takes its replica with it and nobody else, where the exchange survives that; an error that a rank raised
-itself ends the run, because it would come again. Whether the run is over, others know better: they are asked.
+A rank that dies takes its replica with it and nobody else, where the exchange survives that; an error that a rank
+raised itself ends the run, because it would come again. Whether the run is over, others know better: they are asked.
 """
 
 import time
@@ -22,7 +22,7 @@ LEAVE_SECONDS = 10.0
 
 
 class Replicas:
-    """`function(*args, replica)` on `ranks` processes for each of `replicas`, each replica joined in a group of its own.
+    """`function(*args, replica)` on `ranks` processes for each of `replicas`, each joined in a group of its own.
 
     `survives`: whether the run goes on when a replica is lost. `table` is the port at which ranks meet.
     """

@@ -12,10 +12,15 @@ from typing import Protocol
 class Budget(Protocol):
     """Batches that are still to be trained on."""
 
-    counted: int
-    """Batches that were trained on and counted."""
-    repeated: int
-    """Batches that a replica finished after they had been given to another."""
+    @property
+    def counted(self) -> int:
+        """Batches that were trained on and counted."""
+        ...
+
+    @property
+    def repeated(self) -> int:
+        """Batches that a replica finished after they had been given to another."""
+        ...
 
     @property
     def finished(self) -> bool:

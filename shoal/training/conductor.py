@@ -1,4 +1,4 @@
-"""The process that starts a run of several replicas also conducts it: who trains on what, what is written, when it ends.
+"""The process that starts a run of replicas also conducts it: who trains on what, what is written, when it ends.
 
     replica ──"next"──▶ Conductor ──▶ batch | test | wait | stop
     replica ──"tested"──▶ metrics.jsonl, checkpoint.pt; at the end result.json, model.safetensors

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from shoal.config import TrainConfig
 from shoal.data import Part
+from shoal.exchanging import Replica
 from shoal.execution import (
     ParallelModule,
     full_optimizer_state,
@@ -23,7 +24,6 @@ from shoal.execution import (
 )
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.execution.module import holders, tell_holders
-from shoal.exchanging import Replica
 from shoal.finding import choose_plan
 from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box

@@ -66,7 +66,7 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
 
 
 def _table(world: World) -> Any:
-    """Where replicas find each other: the table of the process group where there is one, since only one can be served."""
+    """Where replicas find each other: the table of the process group, if there is one, since only one can be served."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return table_of(world.in_replica(1), TIMEOUT)

@@ -18,7 +18,7 @@ from safetensors.torch import save_model
 from shoal.config import TrainConfig
 from shoal.data import BatchOrder, Loader
 from shoal.exchanges import ExchangeOptions
-from shoal.exchanging import Exchange, Meeting, Replica, Seat, join, serve_in_threads
+from shoal.exchanging import Exchange, Meeting, Seat, join, serve_in_threads
 from shoal.training import checkpoint
 from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal
@@ -114,7 +114,8 @@ class _Life:
     ) -> None:
         self._job, self._exchange, self._seat, self._transport, self._slow = job, exchange, seat, transport, slow
         self._ahead = options.name != "backup"
-        """Whether to ask for the next batch before this one is done; not where a step may wait for other replicas' batches."""
+        """Whether to ask for the next batch before this one is done; not where a step may wait for other replicas'
+        batches."""
         self._done: dict[str, Any] | None = None
         self._asked = False
 

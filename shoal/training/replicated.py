@@ -233,8 +233,8 @@ def warnings(config: TrainConfig, options: ExchangeOptions) -> list[str]:
     )
     if at_server and config.momentum > 0 and config.replicas > 1:
         found.append(
-            f"momentum {config.momentum:g} at the server adds to that of {config.replicas} asynchronous replicas: a rate tuned for "
-            f"one worker may diverge. If it does, lower --lr (now {config.lr:g}) or --momentum."
+            f"momentum {config.momentum:g} at the server adds to that of {config.replicas} asynchronous replicas: "
+            f"a rate tuned for one worker may diverge. If it does, lower --lr (now {config.lr:g}) or --momentum."
         )
     if isinstance(options, Backup) and options.backups == 0:
         found.append("backups=0 waits for every replica; allreduce does so without a server.")

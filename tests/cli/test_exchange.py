@@ -1,7 +1,6 @@
 """`shoal train --replicas R --exchange NAME`: it trains, and goes on when a replica is killed, frozen or late."""
 
 import json
-import os
 import signal
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """What every exchange keeps, on real links and shared memory: see the first lines of each exchange's file."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -29,7 +31,7 @@ def plain(steps: int, momentum: float = 0.9, weight_decay: float = 0.01) -> torc
     for number in range(steps):
         optimizer.zero_grad(set_to_none=True)
         x, y = batch(number)
-        F.cross_entropy(model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -57,7 +59,7 @@ def test_replicas_in_step_are_one_with_a_larger_batch(name: str, servers: int, r
         optimizer.zero_grad()
         parts = [batch(replicas * number + replica, kind=kind) for replica in range(replicas)]
         x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        F.cross_entropy(model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     options = {"backups": 0} if name == "backup" else {}
@@ -69,7 +71,7 @@ def test_replicas_in_step_are_one_with_a_larger_batch(name: str, servers: int, r
                 assert one.step(*batch(replicas * number + replica, kind=kind))
             return one.weights()
 
-        for found in at_once([lambda replica=replica: train(replica) for replica in range(replicas)]):
+        for found in at_once([partial(train, replica) for replica in range(replicas)]):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -149,7 +151,7 @@ def test_adagrad_over_shards_is_adagrad(servers: int, shards: int | None) -> Non
     for number in range(6):
         optimizer.zero_grad()
         x, y = batch(number)
-        F.cross_entropy(model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     options = {} if shards is None else {"shards": shards}
     with meeting("downpour", 1, servers=servers, rule="adagrad", **options) as (side, _):
@@ -199,9 +201,8 @@ def test_sparse_pushes_send_few_bytes_and_lose_nothing() -> None:
         for _ in range(400):
             flat = torch.randn(size)
             total += flat
-            for parameter, part in zip(
-                one.model.parameters(), flat.split([p.numel() for p in one.model.parameters()]), strict=True
-            ):
+            parts = torch.split(flat, [p.numel() for p in one.model.parameters()])
+            for parameter, part in zip(one.model.parameters(), parts, strict=True):
                 parameter.grad = part.view_as(parameter).clone()
             one.exchange.step(1.0)
         tally = one.exchange.tally
@@ -256,6 +257,7 @@ def test_a_silent_replica_is_frozen_and_comes_back() -> None:
         one.seat._quiet.set()  # its pulse stops
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: not coordinator.active(), timeout=5)
+        assert one.seat._pulse is not None
         one.seat._pulse.send({})
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: coordinator.active() == [0], timeout=5)

@@ -28,7 +28,7 @@ class Side:
 
     def step(self, x: Tensor, y: Tensor, rate: float = 0.1) -> bool:
         self.optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(self.model(x), y).backward()
+        torch.autograd.backward(F.cross_entropy(self.model(x), y))
         return self.exchange.step(rate)
 
     def push(self, gradient: float, rate: float = 1.0) -> bool:
@@ -67,7 +67,10 @@ def batch(number: int, samples: int = 8, kind: torch.dtype = torch.float32) -> t
 def meeting(
     name: str, replicas: int, *, servers: int = 0, **options: Any
 ) -> Iterator[tuple[Callable[..., Side], Coordinator]]:
-    """A function that makes side `number`; with `servers` behind links, else in shared memory where the exchange has any."""
+    """A function that makes side `number`.
+
+    With `servers` behind links, else in shared memory where the exchange has any.
+    """
     parsed = parse_exchange(name, options)
     wanted = max(1, replicas - parsed.backups) if name == "backup" else 0  # type: ignore[attr-defined]
     with ExitStack() as stack:

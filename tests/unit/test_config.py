@@ -15,8 +15,8 @@ from shoal.machine import cores
 SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
 FLAGS = {
     TrainConfig: SHARED
-    + "augment epochs lr schedule warmup momentum weight_decay replicas exchange exchange_options slow race bucket_bytes device "
-    "out eval_every checkpoint_every log_every",
+    + "augment epochs lr schedule warmup momentum weight_decay replicas exchange exchange_options slow race "
+    "bucket_bytes device out eval_every checkpoint_every log_every",
     VerifyConfig: SHARED + "steps dtype tolerance",
 }
 
