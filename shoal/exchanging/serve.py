@@ -1,4 +1,4 @@
-"""A server as a process of its own: `python -m shoal.exchanging.serve HOST PORT NUMBER`, the token in its environment.
+"""A server as a process of its own, which `start_server` starts; the token is in its environment.
 
 It announces itself to the coordinator and ends when the coordinator does.
 """
@@ -15,7 +15,7 @@ TOKEN = "SHOAL_TOKEN"
 
 def start_server(address: Address, token: str, number: int) -> "subprocess.Popen[bytes]":
     """Start server `number` of the run whose coordinator is at `address`."""
-    command = [sys.executable, "-m", "shoal.exchanging.serve", address[0], str(address[1]), str(number)]
+    command = [sys.executable, "-c", "from shoal.exchanging.serve import main; main()", address[0], str(address[1]), str(number)]
     return subprocess.Popen(command, env={**os.environ, TOKEN: token}, start_new_session=True)
 
 
@@ -41,6 +41,3 @@ def main() -> None:
     except LinkLost:
         server.close()
 
-
-if __name__ == "__main__":
-    main()

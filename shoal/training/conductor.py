@@ -84,6 +84,7 @@ class Conductor:
         self._last_loss = past.last_loss
         self._logged = past.counted
         self._logged_at = time.perf_counter()
+        self._started = False
         self._tested = past.counted // about.steps_per_epoch
         """Epochs that need no test any more."""
         self._testing: tuple[int, int] | None = None
@@ -202,6 +203,10 @@ class Conductor:
         self.coordinator.rest(replica, resting=number is None)
         if number is None:
             return {"order": "wait"}
+        if not self._started:  # the clock runs from the first step, as it does without replicas
+            self._started = True
+            self._logged_at = time.perf_counter()
+            self._begun = self._logged_at - self._past.wall_seconds
         epoch, step = divmod(number, self._steps_per_epoch)
         return {"order": "batch", "number": number, "epoch": epoch, "step": step, "rate": self._rate(number)}
 
