@@ -172,14 +172,6 @@ class TrainConfig(Settings):
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_worker_each(cls, values: Any) -> Any:
-        """Replicas alone say how many workers there are: one each."""
-        if isinstance(values, dict) and "replicas" in values and "workers" not in values:
-            return {**values, "workers": values["replicas"]}
-        return values
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no field can see alone."""
@@ -188,6 +180,8 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
+        if "workers" not in self.model_fields_set:  # replicas alone say how many there are: one each
+            self.__dict__["workers"] = self.replicas
         self._check_replicas()
         return self
 

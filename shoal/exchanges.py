@@ -53,8 +53,12 @@ class Backup(ExchangeOptions):
 class Served(ExchangeOptions):
     """What exchanges by asynchronous parameter servers have in common."""
 
+    period: ClassVar[int] = 1
+    """Steps between exchanges unless told otherwise."""
+
     n_sync: int | None = Field(default=None, gt=0)
-    """Steps from one push and fetch to the next (Paine et al. 2013); 1 unless given. Sets n_push and n_fetch."""
+    """Steps from one push and fetch to the next (Paine et al. 2013). Sets n_push and n_fetch. Unless given, 1; of dasgd
+    4, because selecting takes time."""
     n_push: int | None = Field(default=None, gt=0)
     """Steps from one push to the next (Dean et al. 2012)."""
     n_fetch: int | None = Field(default=None, gt=0)
@@ -71,12 +75,12 @@ class Served(ExchangeOptions):
     @property
     def push_every(self) -> int:
         """Steps from one push to the next."""
-        return self.n_push or self.n_sync or 1
+        return self.n_push or self.n_sync or self.period
 
     @property
     def fetch_every(self) -> int:
         """Steps from one fetch to the next."""
-        return self.n_fetch or self.n_sync or 1
+        return self.n_fetch or self.n_sync or self.period
 
     @model_validator(mode="after")
     def _check_periods(self) -> "Served":
@@ -112,6 +116,7 @@ class Dasgd(Served):
     """
 
     name = "dasgd"
+    period = 4
 
     sparse: Literal["none", "sampled", "topk", "threshold"] = "sampled"
     """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is

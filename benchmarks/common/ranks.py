@@ -32,6 +32,7 @@ def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int 
                     "MASTER_ADDR": hosts[0].address,
                     "MASTER_PORT": port,
                     "GLOO_SOCKET_IFNAME": host.device,
+                    **({"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)} if link == "loopback" else {}),
                     "OMP_NUM_THREADS": "1",
                     HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),  # for every side alike
                 }

@@ -34,16 +34,14 @@ class Allreduce(Exchange):
                 self._group.broadcast(tensor, 0).wait()
         self.replica.spread()
 
-    def step(self, rate: float) -> bool:
+    def step(self, rate: float | None) -> bool:
         self.tally.steps += 1
         self.tally.updates += 1
         with self._waiting():
             if self._replicas > 1:
                 self._average(self.replica.gradients())
             self.replica.spread_gradients()
-        for group in self.replica.optimizer.param_groups:
-            group["lr"] = rate
-        self.replica.optimizer.step()
+        self._own_step(rate)
         return True
 
     def settle(self) -> None:

@@ -10,6 +10,7 @@ Failure     a replica that dies or freezes is a backup less; with fewer than N l
             server that dies ends the run, which can be resumed from its last checkpoint.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,12 +39,12 @@ class Backup(Downpour):
 
     def begin(self, *, first: bool) -> None:
         super().begin(first=first)
-        # Servers that hold nothing of this rank's have no version for it.
-        self._version = int(
-            max(row[0] for row in self.replica.transport.gather_numbers([max(self._versions, default=0)]))
-        )
+        # What a late replica finds may be an update apart in different shards: a ticket for the older version is given
+        # only if there is no newer one. A rank that speaks for nothing has no version.
+        oldest = min(self._versions, default=math.inf)
+        self._version = int(min(row[0] for row in self.replica.transport.gather_numbers([oldest])))
 
-    def step(self, rate: float) -> bool:
+    def step(self, rate: float | None) -> bool:
         self.tally.steps += 1
         with self._waiting():
             reply = {} if self._ask is None else self._ask({"ask": "ticket", "version": self._version})

@@ -66,8 +66,16 @@ class Exchange(ABC):
         """Before the first step. The first replica's weights and optimizer state become everybody's."""
 
     @abstractmethod
-    def step(self, rate: float) -> bool:
-        """After backward: take this replica one step on, at this learning rate. False: its gradient was dropped."""
+    def step(self, rate: float | None) -> bool | None:
+        """After backward: take this replica one step on, at this learning rate, or at those of the optimizer's groups.
+
+        True: what this replica did since its last push is part of the common weights now. False: it was dropped (too
+        late, or too stale). None: it will be pushed with a later step, or by `flush`.
+        """
+
+    def flush(self) -> bool | None:
+        """Push what is not pushed yet; None if there is nothing. Before a pause, so that no work waits for its end."""
+        return None
 
     @abstractmethod
     def settle(self) -> None:
@@ -75,6 +83,13 @@ class Exchange(ABC):
 
     def close(self) -> None:  # noqa: B027  (a hook: not every exchange has something to let go of)
         """Leave in good order."""
+
+    def _own_step(self, rate: float | None) -> None:
+        """A step of the replica's own optimizer."""
+        if rate is not None:
+            for group in self.replica.optimizer.param_groups:
+                group["lr"] = rate
+        self.replica.optimizer.step()
 
     def take_tally(self) -> Tally:
         """What happened since the last time."""

@@ -7,6 +7,8 @@ once; a rank that is frozen is silent for `heartbeat` seconds. Either takes its 
 wakes is back. The coordinator must outlive the run: it lives in the process that started it.
 """
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +18,12 @@ from typing import Any, Literal
 
 from shoal.errors import PeerError
 from shoal.exchanging.server import Server
+from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.tickets import Tickets
 from shoal.linking import Address, Door, Frame, Link, LinkLost, LinkSilent
+
+SERVER_SECONDS = 60.0
+"""What servers have to start."""
 
 What = Literal["joined", "lost", "frozen", "back", "left", "server lost"]
 
@@ -56,7 +62,9 @@ class Coordinator:
         self,
         *,
         heartbeat: float,
+        replicas: int = 1,
         servers: int = 0,
+        shared: SharedFolder | None = None,
         wanted: int = 0,
         host: str = "127.0.0.1",
         welcome: Callable[[int], Mapping[str, Any]] = lambda _: {},
@@ -67,7 +75,8 @@ class Coordinator:
         self.changed = threading.Condition(threading.RLock())
         self.members: dict[int, Member] = {}
         self.events: list[Event] = []
-        self._heartbeat, self._wanted_servers = heartbeat, servers
+        self._heartbeat, self._replicas, self._wanted_servers = heartbeat, replicas, servers
+        self._shared = shared
         self._servers: dict[int, tuple[Link | Server | None, Address, str]] = {}
         self._tickets = Tickets(wanted) if wanted else None
         self._welcome, self._answer, self._on_event = welcome, answer, on_event
@@ -135,13 +144,13 @@ class Coordinator:
 
     def _serve_replica(self, link: Link, hello: Mapping[str, Any]) -> None:
         with self.changed:
-            number = hello["replica"]
+            number, late = hello["replica"], False
             if number is None or number in self.members:
-                number = max(self.members, default=-1) + 1
+                # Numbers below are those of replicas that the run began with, and that may still be on their way.
+                number, late = max(self._replicas - 1, *self.members, 0) + 1, True
             member = self.members[number] = Member(number, link, hello["ranks"], tuple(hello["pids"]))
-            first = len(self.members) == 1
             self._tell("joined", number)
-        link.send({"replica": number, "first": first, **self._welcome(number)})
+        link.send({"replica": number, "late": late, **self._welcome(number)})
         try:
             while True:
                 frame = link.receive()
@@ -207,6 +216,11 @@ class Coordinator:
             if member.state == "active":
                 member.state = "frozen"
                 self._tell("frozen", member.replica)
+            if self._shared is not None and member.replica in self._shared.holders():
+                # Frozen inside an update of shared weights it would stop all others for good.
+                for pid in member.pids:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
 
     def _thaw(self, member: Member, rank: int) -> None:
         if not member.frozen_ranks:  # without the lock: nearly always so, and only this thread adds its own rank
@@ -228,8 +242,7 @@ class Coordinator:
     def _tell(self, what: What, who: int) -> None:
         event = Event(what, who, time.time())
         self.events.append(event)
-        if what not in ("left", "server lost"):
-            self._tell_tickets()
+        self._tell_tickets()
         if not self._closing:
             self._on_event(event)
         self.changed.notify_all()
@@ -256,7 +269,15 @@ class Coordinator:
 
     def _all_servers(self) -> list[list[Any]]:
         with self.changed:
-            self.changed.wait_for(lambda: len(self._servers) >= self._wanted_servers or self._closing)
+            there = self.changed.wait_for(
+                lambda: len(self._servers) >= self._wanted_servers or self._closing, timeout=SERVER_SECONDS
+            )
+            if not there:
+                raise PeerError(
+                    f"{self._wanted_servers - len(self._servers)} of {self._wanted_servers} servers did not come in "
+                    f"{SERVER_SECONDS:g} seconds.",
+                    "Look at their messages above.",
+                )
             return [[list(address), token] for _, (_, address, token) in sorted(self._servers.items())]
 
     def _tell_servers(self, needs: tuple[Mapping[int, int], int]) -> None:

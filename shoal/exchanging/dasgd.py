@@ -38,12 +38,16 @@ class Dasgd(Downpour):
 
     def _gradients(self) -> list[Tensor]:
         gradients = self.replica.gradients()
+        if self._local:  # the replica's own optimizer needs them as they are
+            gradients = [gradient.clone() for gradient in gradients]
         if self._own_decay and gradients:
             torch._foreach_add_(gradients, self.replica.weights, alpha=self._own_decay)
         if not self._own_momentum or not gradients:
             return gradients
         if not self._momenta:
-            self._momenta = [torch.zeros_like(gradient) for gradient in gradients]
+            # Where the optimizer's own is not used, it is kept there, so that a checkpoint has it.
+            own = self.replica.remembered("momentum_buffer")
+            self._momenta = [torch.zeros_like(one) for one in own] if self._local else own
         torch._foreach_mul_(self._momenta, self._own_momentum)
         torch._foreach_add_(self._momenta, gradients)
         # Servers may change what they get; what is selected from it is a copy already.

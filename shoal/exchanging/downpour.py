@@ -1,6 +1,7 @@
 """`downpour`: asynchronous parameter servers (Dean et al. 2012; Paine et al. 2013 with n_push = n_fetch = n_sync).
 
-Keeps       one replica is plain SGD, bit for bit, at any n_sync; Adagrad over shards is Adagrad.
+Keeps       one replica is plain SGD, bit for bit, at any n_sync (with the rule chosen unless told);
+            Adagrad over shards is Adagrad.
 Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness,
             measured); shards may be of different versions. The order of updates differs from run to run.
 Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside
@@ -69,11 +70,15 @@ class Downpour(Exchange):
     def begin(self, *, first: bool) -> None:
         for number, (shard, weights) in enumerate(zip(self._shards, self._cut(self.replica.weights), strict=True)):
             if first:
-                state = [self._cut(self.replica.momenta())[number]] if self._server_keeps_momentum else []
+                state = (
+                    []
+                    if self._server_state is None
+                    else [self._cut(self.replica.remembered(self._server_state))[number]]
+                )
                 self._versions[number] = shard.begin(on_host(weights), [on_host(kept) for kept in state])
             else:
                 self._versions[number] = shard.wait()
-        self._exchange(None, 0.0, fetch=True)
+        self._exchange(None, None, fetch=True)
         self.replica.spread()
         if self._local:
             self._mark = [weight.clone() for weight in self.replica.weights]
@@ -81,10 +86,16 @@ class Downpour(Exchange):
                 self._sums = [torch.zeros_like(weight) for weight in self.replica.weights]
 
     @property
-    def _server_keeps_momentum(self) -> bool:
-        return self._rule == "sgd" and self._server_momentum > 0
+    def _server_state(self) -> str | None:
+        """Under which name the optimizer remembers what the servers' rule does; None where it has no memory.
 
-    def step(self, rate: float) -> bool:
+        Where replicas step too, their optimizers' momentum is their own.
+        """
+        if self._rule == "adagrad":
+            return "sum"
+        return "momentum_buffer" if self._rule == "sgd" and self._server_momentum > 0 and not self._local else None
+
+    def step(self, rate: float | None) -> bool | None:
         self.tally.steps += 1
         self._count += 1
         if not self._local:
@@ -93,11 +104,16 @@ class Downpour(Exchange):
             return applied
         if self._rule != "add" and self._sums:
             torch._foreach_add_(self._sums, self._gradients())
-        for group in self.replica.optimizer.param_groups:
-            group["lr"] = rate
-        self.replica.optimizer.step()
+        self._own_step(rate)
         push, fetch = self._count % self._push_every == 0, self._count % self._fetch_every == 0
-        return self._exchange_own(rate, push=push, fetch=fetch) if push or fetch else True
+        done = self._exchange_own(rate, push=push, fetch=fetch) if push or fetch else False
+        return done if push else None
+
+    def flush(self) -> bool | None:
+        if not self._local or self._count % self._push_every == 0:
+            return None
+        self._count = 0
+        return self._exchange_own(None, push=True, fetch=True)
 
     def _gradients(self) -> list[Tensor]:
         """What the last backward gives to servers; they may change it."""
@@ -111,21 +127,21 @@ class Downpour(Exchange):
     def _settle(self) -> None:
         if self._local:
             pending = self._count % self._push_every > 0
-            self._exchange_own(self.replica.optimizer.param_groups[0]["lr"], push=pending, fetch=True)
+            self._exchange_own(None, push=pending, fetch=True)
             self._count = 0
-            return
-        self._exchange(None, 0.0, fetch=True)
-        self.replica.spread()
-        if self._server_keeps_momentum:
-            for shard, momenta in zip(self._shards, self._cut(self.replica.momenta()), strict=True):
+        else:
+            self._exchange(None, None, fetch=True)
+            self.replica.spread()
+        if self._server_state is not None:
+            for shard, kept in zip(self._shards, self._cut(self.replica.remembered(self._server_state)), strict=True):
                 _, state = shard.snapshot()
-                copy_all(momenta, state[0])
+                copy_all(kept, state[0])
 
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
 
-    def _exchange_own(self, rate: float, *, push: bool, fetch: bool) -> bool:
+    def _exchange_own(self, rate: float | None, *, push: bool, fetch: bool) -> bool:
         """Push what this replica did since its last push; fetch, and keep on top what it has not pushed."""
         weights = self.replica.weights
         change = list(torch._foreach_sub(weights, self._mark)) if weights else []
@@ -143,11 +159,12 @@ class Downpour(Exchange):
             self.replica.spread()
         return applied
 
-    def _exchange(self, values: Sequence[Tensor] | None, rate: float, *, fetch: bool, at_least: int = 0) -> bool:
+    def _exchange(self, values: Sequence[Tensor] | None, rate: float | None, *, fetch: bool, at_least: int = 0) -> bool:
         """Push `values`, unless there are none, and fetch this rank's weights, unless told not to.
 
         At all shards at once.
         """
+        rate = self.replica.optimizer.param_groups[0]["lr"] if rate is None else rate
         weights = self._cut(self.replica.weights)
         pushed = None if values is None else self._cut(values)
         before = self._copy_now_and_then(fetch=fetch, push=pushed is not None)

@@ -7,8 +7,8 @@ Failure     in shared memory a replica that is killed inside its own update leav
             as if a part of its gradient had been zero.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,8 +91,10 @@ class Shard:
         return bool(self.counts[READY])
 
     def begin(self, weights: Sequence[Tensor], state: Sequence[Sequence[Tensor]] = ()) -> None:
-        """Take the first weights, and what the rule remembers of an earlier run."""
-        with self.lock:
+        """Take the first weights, and what the rule remembers of an earlier run; nothing, if it has some already."""
+        with self._updating():
+            if self.ready:  # all replicas that begin a run bring the same, and some may be at work already
+                return
             copy_all(self.weights, weights)
             for kept, given in zip(self.state, state, strict=False):
                 copy_all(kept, given)
@@ -100,13 +102,19 @@ class Shard:
 
     def exchange(self, push: Push | None, into: Sequence[Tensor] | None) -> Outcome:
         """Apply a push, then copy the weights `into`; either may be left out."""
-        with self.lock:
-            self.counts[HOLDER] = self.owner + 1
+        with self._updating():
             outcome = Outcome(self.version) if push is None else self._apply(push)
             if into is not None:
                 copy_all(into, self.weights)
-            self.counts[HOLDER] = 0
         return outcome
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Hold the lock, and say who does."""
+        with self.lock:
+            self.counts[HOLDER] = self.owner + 1
+            yield
+            self.counts[HOLDER] = 0
 
     def _apply(self, push: Push) -> Outcome:
         version = self.version
@@ -136,7 +144,7 @@ class Shard:
 
     def snapshot(self) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Copies of weights and state, of one version."""
-        with self.lock:
+        with self._updating():
             return [w.clone() for w in self.weights], [[s.clone() for s in kept] for kept in self.state]
 
 

@@ -103,6 +103,13 @@ class Seat:
         if self._thread is not None:
             self._thread.join(1.0)
 
+    def hang_up(self) -> None:
+        """Close the links without a word, if `leave` has not yet: the coordinator takes it for a loss."""
+        self._quiet.set()
+        for link in (self._link, self._pulse):
+            if link is not None:
+                link.close()
+
     def _beat(self) -> None:
         while self._pulse is not None and not self._quiet.wait(self._heartbeat / BEATS):
             try:
@@ -120,19 +127,30 @@ class Seat:
             self.leave()
 
 
-def server_count(options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool) -> tuple[str, int]:
-    """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers."""
+def server_count(
+    options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, weight_bytes: int
+) -> tuple[str, int]:
+    """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers.
+
+    `direct` needs room in shared memory for the weights and what the rule remembers; containers often have little.
+    """
     if isinstance(options, exchanges.Backup):
         return "processes", 1
     if not isinstance(options, exchanges.Served):
         return "none", 0
+    needed, room = 2 * weight_bytes, SharedFolder.room()
     kind = options.servers
     if kind == "auto":
-        kind = "direct" if one_host else "processes"
+        kind = "direct" if one_host and needed < room else "processes"
     if kind == "direct" and not one_host:
         raise ConfigError(
             "servers = 'direct' shares memory, but the replicas are on several hosts.",
             "Give servers=processes or servers=threads.",
+        )
+    if kind == "direct" and needed >= room:
+        raise ConfigError(
+            f"servers = 'direct' needs {needed >> 20} MiB of shared memory, of which {room >> 20} MiB are free.",
+            "Give servers=processes, or the system more (docker run --shm-size).",
         )
     if kind == "direct":
         return "direct", 0
@@ -145,7 +163,11 @@ def join(options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, numbe
     if isinstance(options, exchanges.Allreduce):
         group = _group(meeting, seat.rank, number) if meeting.replicas > 1 else None
         return Allreduce(replica, group, number=number, replicas=meeting.replicas, bucket_bytes=options.bucket_bytes)
-    momentum, weight_decay = replica.settings()["momentum"], replica.settings()["weight_decay"]
+    if isinstance(options, exchanges.Downpour) and options.server_rule == "add":  # any optimizer will do
+        momentum, weight_decay = 0.0, 0.0
+    else:
+        settings = replica.settings()
+        momentum, weight_decay = settings["momentum"], settings["weight_decay"]
     if isinstance(options, exchanges.Backup):
         terms = {"rule": "sgd", "momentum": momentum, "weight_decay": weight_decay}
         terms["wanted"] = max(1, meeting.replicas - options.backups)

@@ -76,21 +76,24 @@ class Replica:
         plain = isinstance(self.optimizer, torch.optim.SGD) and not any(
             group["nesterov"] or group["dampening"] or group["maximize"] for group in groups
         )
-        kept = {(group["momentum"], group["weight_decay"]) for group in groups}
+        kept = {(group["momentum"], group["weight_decay"], group["lr"]) for group in groups}
         if not plain or len(kept) != 1:
-            raise ValueError("servers step as plain SGD with one momentum and one weight decay for all parameters")
-        momentum, weight_decay = kept.pop()
+            raise ValueError("servers step as plain SGD with one rate, momentum and weight decay for all parameters")
+        momentum, weight_decay, _ = kept.pop()
         return {"momentum": momentum, "weight_decay": weight_decay}
 
-    def momenta(self) -> list[Tensor]:
-        """Flat momentum of SGD for what this rank speaks for; made of zeros where there is none yet."""
+    def remembered(self, what: str) -> list[Tensor]:
+        """Flat tensors that the optimizer keeps under a name for what this rank speaks for; else zeros.
+
+        A checkpoint saves them with the optimizer, so that servers need no file of their own.
+        """
         found = []
         for name in self.names:
             parameter = self.parameters[name]
             state = self.optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-            found.append(flat(state["momentum_buffer"]))
+            if state.get(what) is None:
+                state[what] = torch.zeros_like(parameter, requires_grad=False)
+            found.append(flat(state[what]))
         return found
 
 

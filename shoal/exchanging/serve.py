@@ -15,7 +15,14 @@ TOKEN = "SHOAL_TOKEN"
 
 def start_server(address: Address, token: str, number: int) -> "subprocess.Popen[bytes]":
     """Start server `number` of the run whose coordinator is at `address`."""
-    command = [sys.executable, "-c", "from shoal.exchanging.serve import main; main()", address[0], str(address[1]), str(number)]
+    command = [
+        sys.executable,
+        "-c",
+        "from shoal.exchanging.serve import main; main()",
+        address[0],
+        str(address[1]),
+        str(number),
+    ]
     return subprocess.Popen(command, env={**os.environ, TOKEN: token}, start_new_session=True)
 
 
@@ -40,4 +47,3 @@ def main() -> None:
             server.need(dict(head["needs"]), head["then"])
     except LinkLost:
         server.close()
-

@@ -6,14 +6,14 @@ to lock. The kernel frees the lock of a process that dies, so a killed replica b
 """
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -22,8 +22,17 @@ from shoal.exchanging.held import COUNTS, HOLDER, Policy, Shard
 from shoal.exchanging.shards import Slice
 
 PREFIX = "shoal-shared-"
+ALIVE = "alive"
 ALIGNED = 64
 """Elements: tensors begin at multiples of this, whole cache lines whatever the type."""
+
+
+_kept: dict[Path, BinaryIO] = {}
+"""What says that folders made here are in use."""
+
+
+def _root() -> Path:
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 class FileLock:
@@ -55,15 +64,24 @@ class SharedFolder:
     @classmethod
     def create(cls) -> Self:
         """A new folder, after what dead runs left there is removed. Whoever makes it removes it: `remove`."""
-        root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-        for left in root.glob(f"{PREFIX}*"):
-            owner = left.name.removeprefix(PREFIX).partition("-")[0]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-                shutil.rmtree(left, ignore_errors=True)
-        return cls(Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root)))
+        for left in _root().glob(f"{PREFIX}*/{ALIVE}"):
+            with suppress(OSError), left.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever made it holds this while it lives
+                shutil.rmtree(left.parent, ignore_errors=True)
+        folder = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=_root())))
+        _kept[folder.path] = file = (folder.path / ALIVE).open("ab")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return folder
+
+    @staticmethod
+    def room() -> int:
+        """Bytes that are free for such folders."""
+        return shutil.disk_usage(_root()).free
 
     def remove(self) -> None:
         """The memory is freed when the last process that maps it ends."""
+        if self.path in _kept:
+            _kept.pop(self.path).close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def shards(

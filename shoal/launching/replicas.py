@@ -60,11 +60,6 @@ class Replicas:
             finally:
                 end(processes)
 
-    def kill(self, replica: int) -> None:
-        """End a replica at once: one that is frozen and holds what others need."""
-        for process in self._of(replica):
-            process.process.kill()
-
     def _start(self, function: Callable[..., Any], args: Sequence[object], number: int) -> Process:
         every = self._replicas * self._ranks
         world = World(number, every, number, every, *self.table, "shoal").in_replica(self._ranks)
@@ -94,27 +89,32 @@ class Replicas:
             if signals.asked and not told_to_stop:
                 told_to_stop = True
                 on_stop()
-            failures = {p.number // self._ranks: p.failure for p in self._processes if p.failure is not None}
-            fatal = [failure for failure in failures.values() if not self._survives or failure.kind == "raised"]
+            failures = [process.failure for process in self._processes if process.failure is not None]
+            fatal = self._fatal(failures)
             if fatal:
                 deadline = min(deadline, time.monotonic() + _patience(fatal))
             elif over():
                 deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
-            for replica in failures.keys() - lost:
+            for replica in {failure.rank // self._ranks for failure in failures} - lost:
                 lost.add(replica)
-                on_lost(replica, failures[replica])
+                own = [failure for failure in failures if failure.rank // self._ranks == replica]
+                on_lost(replica, min(own, key=lambda failure: (not failure.is_cause, failure.when)))
                 if self._survives:
                     for process in self._of(replica):
                         process.process.kill()
             if time.monotonic() > deadline:
                 break
-        self._raise_if_failed(over)
+        self._raise_if_failed(signals, over)
 
-    def _raise_if_failed(self, over: Callable[[], bool]) -> None:
+    def _fatal(self, failures: Sequence[Failure]) -> list[Failure]:
+        return [failure for failure in failures if not self._survives or failure.kind == "raised"]
+
+    def _raise_if_failed(self, signals: Signals, over: Callable[[], bool]) -> None:
         failures = [process.failure for process in self._processes if process.failure is not None]
-        fatal = [failure for failure in failures if not self._survives or failure.kind == "raised"]
+        fatal = self._fatal(failures)
         finished = [process.number for process in self._processes if process.finished]
         if fatal or (failures and not finished and not over()):
+            signals.raise_if_interrupted(failures)
             running = [process.number for process in self._processes if not process.told]
             raise explain(fatal or failures, finished, running, self._timeout)
 

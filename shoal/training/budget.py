@@ -40,7 +40,7 @@ class Budget(Protocol):
         ...
 
     def handed(self, replica: int) -> int:
-        """The number that comes next for a replica, if nothing is handed out again."""
+        """The number that comes next for a replica."""
         ...
 
     def left(self) -> list[int]:
@@ -51,7 +51,7 @@ class Budget(Protocol):
 class SharedBudget:
     """Every batch goes to one replica, whichever asks first.
 
-    `warm` batches are only for the lowest replica that asks; the others begin when these are counted.
+    `warm` batches are only for the replica that asks first; the others begin when these are counted.
     """
 
     def __init__(self, total: int, *, warm: int = 0, start: int = 0, again: Iterable[int] = ()) -> None:
@@ -103,7 +103,7 @@ class SharedBudget:
         self._again.extend(lost)
 
     def handed(self, replica: int) -> int:  # noqa: ARG002  (the same for all)
-        return self._next
+        return self._again[0] if self._again else self._next
 
     def left(self) -> list[int]:
         return sorted({*self._again, *self._taken})

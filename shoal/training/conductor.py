@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,9 @@ from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.errors import DivergedError, RunError, ShoalError, StoppedError
 from shoal.exchanges import Backup, Dasgd, ExchangeOptions, Served
-from shoal.exchanging import Coordinator, Event, Member, Tally
+from shoal.exchanging import Coordinator, Event, Member, SharedFolder, Tally
 from shoal.files import write_atomically, write_text_atomically
-from shoal.linking import Frame
+from shoal.linking import LOOPBACK, Frame
 from shoal.result import BytesPerStep, ExchangeReport, ReplicaReport, RunResult, Staleness, versions
 from shoal.training.budget import Budget, LockstepBudget, SharedBudget
 from shoal.training.checkpoint import SCHEMA
@@ -53,6 +53,7 @@ class Past:
     wall_seconds: float = 0.0
     last_loss: float = float("nan")
     step_seconds: tuple[float, ...] = ()
+    tested: int = 0
 
 
 class Conductor:
@@ -69,7 +70,8 @@ class Conductor:
         *,
         kind: str,
         servers: int,
-        host: str = "127.0.0.1",
+        shared: SharedFolder | None = None,
+        host: str = LOOPBACK,
     ) -> None:
         self._config, self._options, self._about = config, options, about
         self._folder, self._listener, self._past = folder, listener, past
@@ -79,29 +81,34 @@ class Conductor:
         self._budget: Budget = self._make_budget()
         self._scores: dict[int, Score] = {}
         self._begun = time.perf_counter() - past.wall_seconds
+        self._wall = time.time()
         self._losses: list[float] = []
         self._epoch_losses: list[float] = []
         self._last_loss = past.last_loss
         self._logged = past.counted
         self._logged_at = time.perf_counter()
         self._started = False
-        self._tested = past.counted // about.steps_per_epoch
+        self._tested = min(past.tested, config.epochs - 1)
         """Epochs that need no test any more."""
         self._testing: tuple[int, int] | None = None
         """The replica that tests now, and after how many epochs."""
-        self._last: dict[str, Any] | None = None
+        self._settled: dict[str, Any] = {}
+        """How far the run was when the weights that are tested were taken."""
         self._stopping = False
+        self._stop_at = 0
+        """In lockstep: the batch that all replicas reach before they stop."""
         self._saved_stop = False
         self._stop_saver: int | None = None
         self.error: ShoalError | None = None
         self.result: RunResult | None = None
         self._metrics = MetricsFile(folder.metrics, length=past.metrics_length)
         self._history: list[Event] = []
-        self.on_frozen: Callable[[int], None] = lambda _: None
         wanted = config.replicas - options.backups if isinstance(options, Backup) else 0
         self.coordinator = Coordinator(
             heartbeat=options.heartbeat,
+            replicas=config.replicas,
             servers=servers,
+            shared=shared,
             wanted=wanted,
             host=host,
             welcome=lambda _: {"kind": kind, "servers": servers},
@@ -128,7 +135,14 @@ class Conductor:
     def stop(self) -> None:
         """The user asked for it: let one replica save, then all leave."""
         with self._changed:
-            self._stopping = True
+            if not self._stopping:
+                self._stopping = True
+                self._stop_at = max(self._budget.handed(replica) for replica in range(self._config.replicas))
+
+    def server_ended(self, number: int) -> None:
+        """A server's process is gone."""
+        with self._changed:
+            self._lose_server(number)
 
     def lost(self, replica: int, what: str) -> None:
         """A replica's processes ended; its links say so too, but not why."""
@@ -170,18 +184,26 @@ class Conductor:
     # What replicas ask
 
     def _answer(self, member: Member, frame: Frame) -> tuple[Mapping[str, Any], list[Any]]:
+        replica, done = member.replica, frame.head.get("done")
         with self._changed:
+            if done is not None:
+                self._note(replica, done)
             match frame.head["ask"]:
                 case "next":
-                    if frame.head["done"] is not None:
-                        self._note(member.replica, frame.head["done"])
-                    return self._order(member.replica), []
+                    if frame.head["stop"] and replica >= self._config.replicas:  # somebody lent it and wants it back
+                        return {"order": "stop"}, []
+                    if frame.head["stop"]:
+                        self.stop()
+                    return self._order(replica), []
+                case "settling":
+                    self._settled = self._how_far()
+                    return {}, []
                 case "plan":
                     write_text_atomically(self._folder.plan, frame.head["plan"])
                     return {}, []
-                case "tested":
-                    self._note_test(member.replica, frame)
-                    return {}, []
+        if frame.head["ask"] == "tested":  # outside: files are written while others ask
+            self._note_test(replica, frame)
+            return {}, []
         raise RunError(f"replica {member.replica} asked {frame.head['ask']!r}.", "This is a bug: please report it.")
 
     def _order(self, replica: int) -> dict[str, Any]:
@@ -190,15 +212,20 @@ class Conductor:
         if self._stopping:
             return self._order_to_stop(replica)
         due = self._test_due()
-        if due is not None and self._testing is None and self._has_trained(replica):
+        if due is not None and self._testing is None and self._may_test(replica):
             self._testing = replica, due
+            self.coordinator.rest(replica, resting=True)
             last = due == self._config.epochs
             save = last or due % self._config.checkpoint_every == 0
-            return {"order": "test", "after": due, "save": save, "last": last}
+            evaluate = last or due % self._config.eval_every == 0
+            return {"order": "test", "after": due, "save": save, "last": last, "evaluate": evaluate}
         if due is not None and (self._in_step or due == self._config.epochs):
             return {"order": "wait"}
         if self._in_step and self._at_barrier(replica):
             return {"order": "wait"}
+        return self._order_batch(replica)
+
+    def _order_batch(self, replica: int) -> dict[str, Any]:
         number = self._budget.take(replica)
         self.coordinator.rest(replica, resting=number is None)
         if number is None:
@@ -221,17 +248,30 @@ class Conductor:
         return handed > 0 and handed % self._steps_per_epoch == 0 and self._budget.counted < handed
 
     def _order_to_stop(self, replica: int) -> dict[str, Any]:
-        if self._testing is None and self._stop_saver is None and self._has_trained(replica):
-            self._stop_saver = replica
-            return {"order": "test", "after": 0, "save": True, "last": False}
-        if self._stop_saver is None and not any(score.tally.steps for score in self._scores.values()):
+        """Replicas in lockstep come to the same batch first; then one saves, and all leave."""
+        if self._options.lockstep and self._budget.handed(replica) < self._stop_at:
+            return self._order_batch(replica)
+        self.coordinator.rest(replica, resting=True)
+        if self._options.lockstep and self._budget.counted < self._stop_at:
+            return {"order": "wait"}
+        if not self._budget.counted:
             self._saved_stop = True  # nothing was done yet
+            return {"order": "stop"}
+        if self._testing is None and self._stop_saver is None and self._may_test(replica):
+            self._stop_saver = replica
+            return {"order": "test", "after": 0, "save": True, "last": False, "evaluate": False}
         return {"order": "wait"}
 
-    def _has_trained(self, replica: int) -> bool:
-        """Running statistics of batch norm are the tester's own: it must have some."""
+    def _may_test(self, replica: int) -> bool:
+        """Running statistics of batch norm are the tester's own: it must have about as many as any other."""
+        steps = {number: self._trained(number) for number in self.coordinator.active()}
+        return 2 * steps.get(replica, 0) >= max(steps.values(), default=0)
+
+    def _trained(self, replica: int) -> int:
+        """Steps behind a replica's statistics; all but late ones begin with those of the checkpoint."""
         score = self._scores.get(replica)
-        return (score is not None and score.tally.steps > 0) or self._past.counted > 0
+        before = self._past.counted if replica < self._config.replicas else 0
+        return before + (0 if score is None else score.tally.steps)
 
     def _rate(self, number: int) -> float:
         config = self._config
@@ -245,7 +285,7 @@ class Conductor:
 
     def _test_due(self) -> int | None:
         """Epochs after which a test is due now."""
-        finished = self._budget.counted // self._steps_per_epoch
+        finished = min(self._budget.counted // self._steps_per_epoch, self._config.epochs)
         for epochs in range(self._tested + 1, finished + 1):
             if (
                 epochs % self._config.eval_every == 0
@@ -260,21 +300,21 @@ class Conductor:
     def _note(self, replica: int, done: Mapping[str, Any]) -> None:
         score = self._scores.setdefault(replica, Score())
         score.tally.add(Tally.from_dict(dict(done["tally"])))
-        score.seconds.append(done["seconds"])
         score.peak_bytes = done["peaks"]
-        before = self._budget.counted
-        self._budget.done(replica, done["number"], applied=done["applied"])
-        if done["applied"]:
-            self._losses.append(done["loss"])
-            self._epoch_losses.append(done["loss"])
-        if not math.isfinite(done["loss"]):
-            self._fail(
-                DivergedError(
-                    f"the loss of replica {replica} became {done['loss']} by batch {done['number']} of {self._total}.",
-                    f"Lower the rate (--lr, now {self._config.lr}) or --momentum, add --warmup, or warm_start.",
-                )
-            )
+        for step in done["steps"]:
+            score.seconds.append(step["seconds"])
+            self._note_step(replica, step, applied=done["applied"])
+
+    def _note_step(self, replica: int, step: Mapping[str, Any], *, applied: bool) -> None:
+        number, loss = step["number"], step["loss"]
+        if not math.isfinite(loss):
+            self._diverge(f"the loss of replica {replica} became {loss} by batch {number} of {self._total}.")
             return
+        before = self._budget.counted
+        self._budget.done(replica, number, applied=applied)
+        if applied:
+            self._losses.append(loss)
+            self._epoch_losses.append(loss)
         counted = self._budget.counted
         if counted == before:
             return
@@ -287,6 +327,10 @@ class Conductor:
         if counted % self._steps_per_epoch == 0:
             self._last_loss = statistics.fmean(self._epoch_losses)
             self._epoch_losses = []
+
+    def _diverge(self, problem: str) -> None:
+        remedy = f"Lower the rate (--lr, now {self._config.lr}) or --momentum, add --warmup, or warm_start."
+        self._fail(DivergedError(problem, remedy))
 
     def _log(self) -> None:
         counted, now = self._budget.counted, time.perf_counter()
@@ -303,8 +347,11 @@ class Conductor:
             active=self.coordinator.active(),
             dropped=sum(score.tally.dropped for score in self._scores.values()),
             staleness_mean=None if staleness is None else staleness.mean,
+            updates={number: score.tally.updates for number, score in sorted(self._scores.items())},
             wait_seconds={number: round(score.tally.wait_seconds, 3) for number, score in sorted(self._scores.items())},
-            spread=max((s.tally.spread for s in self._scores.values() if s.tally.spread is not None), default=None),
+            sent_bytes=sum(score.tally.sent_bytes for score in self._scores.values()),
+            received_bytes=sum(score.tally.received_bytes for score in self._scores.values()),
+            spread=self._spread(),
         )
         self._losses, self._logged, self._logged_at = [], counted, now
 
@@ -313,52 +360,66 @@ class Conductor:
         return self._config.batch if self._options.lockstep else self._config.replica_batch
 
     def _note_test(self, replica: int, frame: Frame) -> None:
-        found = frame.head["found"]
-        stopping = found["after"] == 0
-        if frame.buffers:
-            self._save(frame.buffers[0])
-        if stopping:
-            self._saved_stop = True
+        """A replica tested or saved, or both. Files are written without holding up the others."""
+        found, after = frame.head["found"], frame.head["after"]
+        with self._changed:
+            stopping = after == 0 and self._stop_saver == replica
+            if not stopping and self._testing != (replica, after):  # it was thought gone, and another does it
+                return
+            settled = self._settled
+        if found is not None and not math.isfinite(found["loss"]):
+            self._diverge(f"the loss of the common weights became {found['loss']} after {settled['steps']} batches.")
             return
-        if self._testing == (replica, found["after"]):
-            self._testing = None
-        self._tested = max(self._tested, found["after"])
-        self._write(
-            event="test",
-            epoch=found["after"],
-            step=self._budget.counted,
-            replica=replica,
-            test_loss=found["loss"],
-            test_accuracy=found["accuracy"],
-            wall_seconds=time.perf_counter() - self._begun,
-            **({} if found["iou"] is None else {"test_iou": found["iou"]}),
-        )
-        if found["after"] == self._config.epochs:
+        if found is not None:
+            with self._changed:
+                self._write(
+                    event="test",
+                    epoch=after,
+                    step=settled["steps"],
+                    replica=replica,
+                    test_loss=found["loss"],
+                    test_accuracy=found["accuracy"],
+                    wall_seconds=time.perf_counter() - self._begun,
+                    **({} if found["iou"] is None else {"test_iou": found["iou"]}),
+                )
+                settled["metrics_length"] = self._metrics.length
+        if frame.buffers:
+            self._save(frame.buffers[0], {**settled, "tested": max(self._tested, after)})
+        if after == self._config.epochs:
             weights = frame.buffers[1]
             write_atomically(self._folder.weights, lambda draft: draft.write_bytes(weights.numpy().tobytes()))
             result = self._result(found, frame.head["parameters"])
             write_text_atomically(self._folder.result, result.to_json())
             self.result = result
+        with self._changed:
+            self._saved_stop = self._saved_stop or stopping
+            if not stopping:
+                self._testing = None
+                self._tested = max(self._tested, after)
 
-    def _save(self, state: torch.Tensor) -> None:
-        content = torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
-        again = self._budget.left()
+    def _how_far(self) -> dict[str, Any]:
+        """What a checkpoint says of the run, for weights that are taken now."""
         counted = self._budget.counted
-        content |= {
-            "schema": SCHEMA,
-            "config": self._config.model_dump(mode="json"),
+        seconds = [*self._past.step_seconds, *(s for score in self._scores.values() for s in score.seconds)]
+        return {
             "position": Position(*divmod(counted, self._steps_per_epoch)).to_dict(),
             "steps": counted,
-            "again": again,
-            "losses": torch.zeros(1, 2, dtype=torch.float64),
+            "again": self._budget.left(),
             "last_loss": self._last_loss,
-            "step_seconds": torch.tensor(
-                [s for score in self._scores.values() for s in score.seconds], dtype=torch.float64
-            ),
+            "step_seconds": torch.tensor(seconds, dtype=torch.float64),
             "wall_seconds": time.perf_counter() - self._begun,
             "metrics_length": self._metrics.length,
+        }
+
+    def _save(self, state: torch.Tensor, settled: Mapping[str, Any]) -> None:
+        content = {
+            **torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True),
+            "schema": SCHEMA,
+            "config": self._config.model_dump(mode="json"),
+            "losses": torch.zeros(1, 2, dtype=torch.float64),
             "sent_bytes": 0,
             "sent_steps": 0,
+            **settled,
         }
         write_atomically(self._folder.checkpoint, lambda draft: torch.save(content, draft))
 
@@ -366,23 +427,28 @@ class Conductor:
 
     def _on_event(self, event: Event) -> None:
         self._history.append(event)
-        self._write(event=event.what.replace(" ", "_"), replica=event.who)
+        seconds = time.perf_counter() - self._begun if self._started else 0.0
+        self._write(
+            event=event.what.replace(" ", "_"), replica=event.who, step=self._budget.counted, wall_seconds=seconds
+        )
         if event.what in ("lost", "frozen", "left"):
             self._budget.lose(event.who)
             if self._testing is not None and self._testing[0] == event.who:
                 self._testing = None
             if self._stop_saver == event.who and not self._saved_stop:
                 self._stop_saver = None
-        if event.what == "server lost" and not self.over:
+        if event.what == "server lost":
+            self._lose_server(event.who)
+        self._listener.happened(event.what, event.who)
+
+    def _lose_server(self, number: int) -> None:
+        if not self.over:
             self._fail(
                 RunError(
-                    f"server {event.who} was lost, and with it a part of the weights.",
+                    f"server {number} was lost, and with it a part of the weights.",
                     f"Go on from the last checkpoint with: shoal train --resume {self._folder.path}",
                 )
             )
-        if event.what == "frozen":
-            self.on_frozen(event.who)
-        self._listener.happened(event.what, event.who)
 
     def _on_error(self, error: Exception) -> None:
         """Our own mistake, in a thread of the coordinator's."""
@@ -441,7 +507,7 @@ class Conductor:
             test_loss=found["loss"],
             test_accuracy=found["accuracy"],
             test_iou=found["iou"],
-            step_seconds_median=statistics.median(seconds),
+            step_seconds_median=statistics.median(seconds or [0.0]),
             samples_per_second=sum(rates),
             bytes_per_step=BytesPerStep(predicted=self._predicted_bytes(parameters), counted=round(moved / steps)),
             peak_memory_bytes=[peak for _, score in sorted(self._scores.items()) for peak in score.peak_bytes],
@@ -451,8 +517,8 @@ class Conductor:
                 servers=self._kind,
                 replicas={number: _report(score) for number, score in sorted(self._scores.items())},
                 repeated=self._budget.repeated,
-                spread=max((t.spread for t in tallies if t.spread is not None), default=None),
-                events=[{"what": e.what, "who": e.who} for e in self._history],
+                spread=self._spread(),
+                events=[{"what": e.what, "who": e.who, "when": round(e.when - self._wall, 3)} for e in self._history],
             ),
             wall_seconds=time.perf_counter() - self._begun,
             parameters=parameters,
@@ -462,6 +528,11 @@ class Conductor:
             origin=self._about.origin,
             versions=versions(),
         )
+
+    def _spread(self) -> float | None:
+        """The largest distance of a replica from the common weights, as last measured by each."""
+        found = [score.tally.spread for score in self._scores.values() if score.tally.spread is not None]
+        return max((one for one in found if math.isfinite(one)), default=None)
 
     def _predicted_bytes(self, parameters: int) -> int | None:
         """Float32 weights that cross between a replica and others per step; None where it depends on the values."""

@@ -35,6 +35,7 @@ from shoal.exchanging import (
     server_count,
     start_server,
 )
+from shoal.exchanging.server import Server
 from shoal.launching import World, surrounding, table_of
 from shoal.linking import LOOPBACK
 from shoal.training.replicated import meeting_from, meeting_text
@@ -78,31 +79,37 @@ class OwnLoop:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: ExchangeOptions, world: World | None
     ) -> None:
-        self._optimizer = optimizer
         self._coordinator: Coordinator | None = None
         self._servers: list[subprocess.Popen[bytes]] = []
         self._shared: SharedFolder | None = None
+        self._seat: Seat | None = None
+        self._server: Server | None = None
+        self._replicas = 1 if world is None else world.size
         number = 0 if world is None else world.rank
-        meeting = self._meet(options, world)
-        self._seat = Seat(meeting, rank=0, ranks=1, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat)
-        self._seat.live(number)
-        kind, servers = self._seat.welcome["kind"], self._seat.welcome["servers"]
-        self._server = serve_in_threads(self._seat, number, servers) if kind == "threads" else None
         try:
             replica = Replica(dict(model.named_parameters()), optimizer)
+            self._seat = self._meet(options, world, replica, number)
+            self._seat.live(number)
+            welcome = self._seat.welcome
+            if welcome["kind"] == "threads":
+                self._server = serve_in_threads(self._seat, number, welcome["servers"])
             self._exchange = join(options, replica, self._seat, number)
+            self._exchange.begin(first=not welcome["late"])
         except ValueError as error:
+            self._end()
             raise ConfigError(
                 f"this optimizer cannot be used with {options.name!r}: {error}.", "Use torch.optim.SGD."
             ) from None
-        self._exchange.begin(first=number == 0)
+        except BaseException:
+            self._end()
+            raise
 
-    def step(self) -> bool:
-        """After backward, in the place of `optimizer.step()`; at the rate of the optimizer's first group.
+    def step(self) -> bool | None:
+        """After backward, in the place of `optimizer.step()`; at the rates of the optimizer's groups.
 
-        False if this gradient was dropped (too late, or too stale).
+        False if what this replica did was dropped (too late, or too stale); None if it is pushed with a later step.
         """
-        return self._exchange.step(self._optimizer.param_groups[0]["lr"])
+        return self._exchange.step(None)
 
     def settle(self) -> None:
         """Make this replica's weights the common ones, to be tested or saved."""
@@ -113,17 +120,25 @@ class OwnLoop:
         return self._exchange.take_tally()
 
     def close(self) -> None:
-        """Leave. The replica that keeps the meeting place waits until all others left, or were lost."""
+        """Leave, after what is not pushed yet. Rank 0, where the others meet, waits until they left or were lost."""
+        self._exchange.flush()
+        assert self._seat is not None
         self._seat.leave()
         self._exchange.close()
-        if self._coordinator is not None:
-            with self._coordinator.changed:
-                self._coordinator.changed.wait_for(lambda: not self._coordinator.active())  # type: ignore[union-attr]
-        if self._server is not None:
-            self._server.close()
+        coordinator = self._coordinator
+        if coordinator is not None:
+            with coordinator.changed:
+                coordinator.changed.wait_for(
+                    lambda: len(coordinator.members) >= self._replicas and not coordinator.active(), timeout=TIMEOUT
+                )
         self._end()
 
     def _end(self) -> None:
+        """Without a word to the others, who see it as a loss unless it was told before."""
+        if self._seat is not None:
+            self._seat.hang_up()
+        if self._server is not None:
+            self._server.close()
         if self._coordinator is not None:
             self._coordinator.close()
         for process in self._servers:
@@ -134,28 +149,34 @@ class OwnLoop:
         if self._shared is not None:
             self._shared.remove()
 
-    def _meet(self, options: ExchangeOptions, world: World | None) -> Meeting:
+    def _meet(self, options: ExchangeOptions, world: World | None, replica: Replica, number: int) -> Seat:
         """Rank 0 opens the meeting place and tells the others where it is."""
+        size = sum(weight.nbytes for weight in replica.weights)
         if world is None:
-            return self._open(options, 1, LOOPBACK, one_host=True, store=None)
-        table = _table(world)
-        key = f"shoal/exchange/{next(_meetings)}"
-        if world.rank == 0:
-            host = LOOPBACK if world.on_one_host else world.host
-            meeting = self._open(options, world.size, host, one_host=world.on_one_host, store=(world.host, world.port))
-            table.set(key, meeting_text(meeting))
-            return meeting
-        return meeting_from(table.get(key).decode())
+            meeting = self._open(options, LOOPBACK, size, one_host=True, store=None)
+        else:
+            table, key = _table(world), f"shoal/exchange/{next(_meetings)}"
+            if world.rank == 0:
+                host = LOOPBACK if world.on_one_host else world.host
+                store = (world.host, world.port)
+                meeting = self._open(options, host, size, one_host=world.on_one_host, store=store)
+                table.set(key, meeting_text(meeting))
+            else:
+                meeting = meeting_from(table.get(key).decode())
+        return Seat(meeting, rank=0, ranks=1, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat)
 
     def _open(
-        self, options: ExchangeOptions, replicas: int, host: str, *, one_host: bool, store: tuple[str, int] | None
+        self, options: ExchangeOptions, host: str, size: int, *, one_host: bool, store: tuple[str, int] | None
     ) -> Meeting:
-        kind, servers = server_count(options, replicas, one_host=one_host)
+        replicas = self._replicas
+        kind, servers = server_count(options, replicas, one_host=one_host, weight_bytes=size)
         wanted = max(1, replicas - options.backups) if hasattr(options, "backups") else 0
         self._shared = SharedFolder.create() if kind == "direct" else None
         self._coordinator = coordinator = Coordinator(
             heartbeat=options.heartbeat,
+            replicas=replicas,
             servers=servers,
+            shared=self._shared,
             wanted=wanted,
             host=host,
             welcome=lambda _: {"kind": kind, "servers": servers},
@@ -174,4 +195,5 @@ class OwnLoop:
         if kind is None:
             self.close()
         else:
+            self._exchange.close()
             self._end()

@@ -7,6 +7,7 @@ import io
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from shoal.training.job import Job, prepare
 from shoal.training.memory import out_of_memory, peak_bytes
 from shoal.transport import Transport
 
-BATCH, WAIT, TEST, STOP = range(4)
 WAIT_SECONDS = 0.01
 """From one question to the next while there is nothing to do."""
 
@@ -42,7 +42,7 @@ def train_replica(
     assert options is not None
     transport = Transport()
     pids = [int(row[0]) for row in transport.gather_numbers([os.getpid()])]
-    with StopSignal():  # the conductor decides when to stop
+    with StopSignal() as stop:  # the conductor decides what to do about it
         seat = Seat(
             meeting, rank=transport.rank, ranks=transport.world, replica=replica, pids=pids, heartbeat=options.heartbeat
         )
@@ -51,17 +51,20 @@ def train_replica(
         seat.live(number)
         job = _prepare(config, options, transport, number, ranks_here)
         if resumed is not None:
-            checkpoint.put_in(checkpoint.read(resumed, config, job.device), job)
+            content = checkpoint.read(resumed, config, job.device)
+            checkpoint.put_in(content, job)
+            if number:  # the random state is that of the replica that saved
+                torch.manual_seed(config.seed + number + content["steps"])
         server = serve_in_threads(seat, number, welcome["servers"]) if welcome["kind"] == "threads" else None
         exchange = join(options, job.network.as_replica(job.optimizer, transport), seat, number)
-        exchange.begin(first=welcome["first"])
+        exchange.begin(first=not welcome["late"])
         if seat.rank == 0 and number == 0:
             seat.ask({"ask": "plan", "plan": job.network.plan.to_json()})
         slow = (
             config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
         )
         try:
-            _Life(job, exchange, seat, transport, options, slow).live()
+            _Life(job, exchange, seat, transport, options, slow, stop).live()
         except (RuntimeError, MemoryError) as error:
             raise out_of_memory(error, config) or error from error
         seat.leave()
@@ -110,12 +113,22 @@ class _Life:
     """Orders in, steps out."""
 
     def __init__(
-        self, job: Job, exchange: Exchange, seat: Seat, transport: Transport, options: ExchangeOptions, slow: float
+        self,
+        job: Job,
+        exchange: Exchange,
+        seat: Seat,
+        transport: Transport,
+        options: ExchangeOptions,
+        slow: float,
+        stop: StopSignal,
     ) -> None:
-        self._job, self._exchange, self._seat, self._transport, self._slow = job, exchange, seat, transport, slow
+        self._job, self._exchange, self._seat, self._transport = job, exchange, seat, transport
+        self._slow, self._stop = slow, stop
         self._ahead = options.name != "backup"
-        """Whether to ask for the next batch before this one is done; not where a step may wait for other replicas'
-        batches."""
+        """Whether to ask for the next batch before this one is done; not where a step may wait for the batches of
+        other replicas."""
+        self._steps: list[dict[str, Any]] = []
+        """What was trained on and is not part of the common weights yet."""
         self._done: dict[str, Any] | None = None
         self._asked = False
 
@@ -129,7 +142,8 @@ class _Life:
                 case "test":
                     self._test(order)
                 case "wait":
-                    time.sleep(WAIT_SECONDS)
+                    if not self._report(self._exchange.flush()):
+                        time.sleep(WAIT_SECONDS)
                 case "stop":
                     return
 
@@ -148,7 +162,7 @@ class _Life:
 
     def _ask(self) -> None:
         if self._transport.rank == 0:
-            self._seat.send({"ask": "next", "done": self._done})
+            self._seat.send({"ask": "next", "done": self._done, "stop": bool(self._stop)})
             self._done, self._asked = None, True
 
     def _train(self, order: Mapping[str, Any]) -> None:
@@ -164,30 +178,52 @@ class _Life:
             time.sleep((self._slow - 1) * (time.perf_counter() - begun))
         applied = self._exchange.step(order["rate"])
         part = job.network.part_in_mean(loss, y).item()
-        told = job.network.gather([part, peak_bytes(job.device)])
+        losses = [row[0] for row in job.network.gather([part])]
+        self._steps.append({"number": order["number"], "loss": sum(losses), "seconds": time.perf_counter() - begun})
+        self._report(applied)
+
+    def _report(self, applied: bool | None) -> bool:
+        """After a push: what became of the steps since the last one, on all ranks of the replica together."""
+        if applied is None:
+            return False
+        tally = self._exchange.take_tally()
+        own = [applied, peak_bytes(self._job.device), tally.sent_bytes, tally.received_bytes, tally.wait_seconds]
+        rows = self._job.network.gather([*own, max(tally.staleness, default=0)])
+        applies, peaks, sent, received, waits, ages = zip(*rows, strict=True)
+        # One push of the replica, however many of its ranks speak; it counts if any part of it was applied.
+        counted = bool(max(applies))
+        tally.updates, tally.dropped = int(counted), int(not counted)
+        tally.sent_bytes, tally.received_bytes, tally.wait_seconds = int(sum(sent)), int(sum(received)), max(waits)
+        tally.staleness = Counter({int(max(ages)): 1} if counted else {})
         self._done = {
-            "number": order["number"],
-            "loss": sum(loss for loss, _ in told),
-            "peaks": [int(peak) for _, peak in told],
-            "applied": applied,
-            "seconds": time.perf_counter() - begun,
-            "tally": self._exchange.take_tally().to_dict(),
+            "steps": self._steps,
+            "applied": counted,
+            "peaks": [int(peak) for peak in peaks],
+            "tally": tally.to_dict(),
         }
+        self._steps = []
+        return True
 
     def _test(self, order: Mapping[str, Any]) -> None:
         """Test the common weights, and save them where that is due. The other replicas train on."""
         job = self._job
+        self._report(self._exchange.flush())
+        if self._transport.rank == 0:  # what is counted by now, others' work too, is in the weights that come next
+            self._seat.ask({"ask": "settling", "done": self._done})
+            self._done = None
         self._exchange.settle()
-        tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
-        assert tested is not None
+        tested = None
+        if order["evaluate"]:
+            tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
         state = checkpoint.state_of(job) if order["save"] else None
         whole = job.network.whole() if order["last"] else None
         if self._transport.rank == 0:
             buffers = [_bytes_of_state(state)] if state is not None else []
             if whole is not None:
                 buffers.append(_bytes_of_weights(whole))
-            found = {"loss": tested.loss, "accuracy": tested.accuracy, "iou": tested.iou, "after": order["after"]}
-            self._seat.ask({"ask": "tested", "found": found, "parameters": job.network.parameters}, buffers)
+            found = None if tested is None else tested.__dict__
+            head = {"ask": "tested", "found": found, "after": order["after"], "parameters": job.network.parameters}
+            self._seat.ask(head, buffers)
 
 
 def _bytes_of_state(state: Mapping[str, Any]) -> bytes:

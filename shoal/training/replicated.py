@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.files import write_text_atomically
 from shoal.launching import Failure, Replicas, World, joined, table_of
 from shoal.linking import LOOPBACK
 from shoal.machine import cores
+from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training import checkpoint
 from shoal.training.conductor import Conductor, Past
@@ -43,7 +45,6 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
         conductor,
         meeting,
     ):
-        conductor.on_frozen = lambda replica: _free(meeting, replica, replicas)
         try:
             replicas.run(
                 train_replica,
@@ -56,7 +57,8 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
                 on_lost=lambda replica, failure: conductor.lost(replica, _why(failure)),
             )
         except RunError as error:
-            raise conductor.error or error from error
+            if conductor.result is None:  # what ends after that is no news
+                raise conductor.error or error from error
         return conductor.ended()
 
 
@@ -64,6 +66,11 @@ def train_in_world(
     config: TrainConfig, resumed: Path | None, listener: Listener, device: str, world: World
 ) -> RunResult:
     """As one rank of a world that torchrun or srun started; rank 0 conducts beside its own training."""
+    if world.size % config.replicas:
+        raise ConfigError(
+            f"replicas = {config.replicas} does not divide the {world.size} ranks that {world.origin} started.",
+            "Every replica has the same number of ranks: start a multiple of --replicas.",
+        )
     each = config.workers // config.replicas
     inside = world.in_replica(each)
     table = table_of(inside, config.timeout)
@@ -90,9 +97,9 @@ def train_in_world(
             train(meeting)
             conductor.wait_for_all(LEAVE_SECONDS)
             result = conductor.ended()
-        except BaseException:
+        except BaseException as error:
             table.set(RESULT, "")  # the others need not wait for one
-            raise
+            raise conductor.error or error from error
         table.set(RESULT, result.to_json())
         return result
 
@@ -131,14 +138,16 @@ def _conducting(
 ) -> Iterator[tuple[Conductor, Meeting]]:
     """Everything that a run needs beside its replicas, for as long as it lasts."""
     options = _options(config)
-    kind, servers = server_count(options, config.replicas, one_host=one_host)
     about, config = _look(config, options)
+    kind, servers = server_count(options, config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
     past = _past(resumed, config)
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     write_text_atomically(folder.config, config.to_yaml())
     shared = SharedFolder.create() if kind == "direct" else None
     processes: list[subprocess.Popen[bytes]] = []
-    conductor = Conductor(config, options, about, folder, listener, past, kind=kind, servers=servers, host=host)
+    conductor = Conductor(
+        config, options, about, folder, listener, past, kind=kind, servers=servers, shared=shared, host=host
+    )
     try:
         meeting = Meeting(
             conductor.coordinator.address,
@@ -150,6 +159,8 @@ def _conducting(
         _write_private(folder.meeting, meeting_text(meeting))
         if kind == "processes":
             processes += [start_server(meeting.address, meeting.token, number) for number in range(servers)]
+            for number, process in enumerate(processes):
+                threading.Thread(target=_watch_server, args=(process, number, conductor), daemon=True).start()
         listener.started(about, folder)
         for warning in warnings(config, options):
             conductor.warn(warning)
@@ -197,6 +208,12 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainCo
         threads=config.threads or 1,
         done=0,
     )
+    if config.plan == AUTO and each > 1 and config.replicas > 1:
+        raise ConfigError(
+            "plan = 'auto' would be searched by every replica for itself, and they must agree.",
+            f"Find one first, with shoal plan --model {config.model} --workers {each} --out plan.json, and give "
+            "--plan plan.json.",
+        )
     if not about.steps_per_epoch:
         raise ConfigError(
             f"batch = {config.batch} is larger than the data set, which has {about.train_samples} samples.",
@@ -210,6 +227,12 @@ def _past(resumed: Path | None, config: TrainConfig) -> Past:
         return Past()
     folder = RunFolder.open(resumed)
     content = checkpoint.read(folder.checkpoint, config)
+    before = TrainConfig.model_validate(content["config"])
+    if before.replica_batch != config.replica_batch:
+        raise CheckpointError(
+            f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
+            "The batches that are done would be others: give the options that decide it (backups) as before.",
+        )
     if folder.result.exists() and content["position"]["epoch"] >= config.epochs:
         raise CheckpointError(
             f"--resume {str(resumed)!r}: that run has finished its {config.epochs} epochs.",
@@ -222,6 +245,7 @@ def _past(resumed: Path | None, config: TrainConfig) -> Past:
         wall_seconds=content["wall_seconds"],
         last_loss=content["last_loss"],
         step_seconds=tuple(content["step_seconds"].tolist()),
+        tested=content.get("tested", 0),
     )
 
 
@@ -251,10 +275,10 @@ def _checkpoint(resumed: Path | None) -> Path | None:
     return None if resumed is None else RunFolder.open(resumed).checkpoint
 
 
-def _free(meeting: Meeting, replica: int, replicas: Replicas) -> None:
-    """A frozen replica that is inside an update of shared weights would stop all others for good."""
-    if meeting.shared is not None and replica in SharedFolder(meeting.shared).holders():
-        replicas.kill(replica)
+def _watch_server(process: "subprocess.Popen[bytes]", number: int, conductor: Conductor) -> None:
+    """Also one that ends before it could make itself known."""
+    process.wait()
+    conductor.server_ended(number)
 
 
 def _why(failure: Failure) -> str:

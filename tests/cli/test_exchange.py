@@ -132,7 +132,9 @@ def ranks_of(run: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def servers_of(run: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return [child for child in psutil.Process(run.pid).children() if "shoal.exchanging.serve" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process(run.pid).children() if "shoal.exchanging.serve" in " ".join(child.cmdline())
+    ]
 
 
 def wait_for(condition: Callable[[], Any], run: "subprocess.Popen[str]", seconds: float = 90.0) -> Any:

@@ -20,8 +20,8 @@ ALONE = [
     ("downpour", 0, {"n_sync": 3}),
     ("downpour", 2, {"n_sync": 3}),
     ("downpour", 0, {"n_push": 2, "n_fetch": 4, "rule": "add"}),
-    ("dasgd", 0, {"sparse": "none", "decay": "none", "momentum_at": "server"}),
-    ("dasgd", 2, {"sparse": "none", "decay": "exponential", "momentum_at": "server"}),
+    ("dasgd", 0, {"sparse": "none", "decay": "none", "momentum_at": "server", "n_sync": 1}),
+    ("dasgd", 2, {"sparse": "none", "decay": "exponential", "momentum_at": "server", "n_sync": 1}),
 ]
 
 
@@ -44,7 +44,7 @@ def test_one_replica_is_plain_sgd_to_the_bit(
     with meeting(name, 1, servers=servers, **options) as (side, _):
         one = side(0, momentum=momentum)
         for number in range(7):
-            assert one.step(*batch(number))
+            assert one.step(*batch(number)) is not False
         one.exchange.settle()
         assert torch.equal(one.weights(), plain(7, momentum))
 
@@ -110,7 +110,7 @@ def test_a_gradient_beyond_the_bound_is_dropped_and_not_applied(servers: int) ->
 @pytest.mark.parametrize("sparse", ["none", "topk"])
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_stale_gradient_is_weakened(decay: str, factor: float, sparse: str, servers: int) -> None:
-    options = {"decay": decay, "decay_base": 0.5, "sparse": sparse, "density": 1.0}
+    options = {"decay": decay, "decay_base": 0.5, "sparse": sparse, "density": 1.0, "n_sync": 1}
     with meeting("dasgd", 3, servers=servers, **options) as (side, _):
         first, second, third = sides(side, 3, momentum=0.0, weight_decay=0.0)
         begun = third.weights()
@@ -164,7 +164,7 @@ def test_adagrad_over_shards_is_adagrad(servers: int, shards: int | None) -> Non
 @pytest.mark.parametrize("servers", [0, 2])
 def test_all_switches_off_is_downpour_to_the_bit(servers: int) -> None:
     found = []
-    off = {"sparse": "none", "decay": "none", "momentum_at": "server"}
+    off = {"sparse": "none", "decay": "none", "momentum_at": "server", "n_sync": 1}
     for name, options in (("downpour", {}), ("dasgd", off)):
         with meeting(name, 2, servers=servers, **options) as (side, _):
             pair = sides(side, 2)
@@ -178,7 +178,7 @@ def test_all_switches_off_is_downpour_to_the_bit(servers: int) -> None:
 @pytest.mark.parametrize("momentum_at", ["worker", "server"])
 @pytest.mark.parametrize("sparse", ["sampled", "topk", "threshold"])
 def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(sparse: str, momentum_at: str) -> None:
-    options = {"sparse": sparse, "density": 0.05, "momentum_at": momentum_at, "threshold": 1e-3}
+    options = {"sparse": sparse, "density": 0.05, "momentum_at": momentum_at, "threshold": 1e-3, "n_sync": 1}
     with meeting("dasgd", 2, servers=2, **options) as (side, _):
         pair = sides(side, 2)
         for number in range(12):
@@ -192,7 +192,7 @@ def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(sparse
 
 
 def test_sparse_pushes_send_few_bytes_and_lose_nothing() -> None:
-    with meeting("dasgd", 1, servers=1, sparse="topk", density=0.01, momentum_at="worker", decay="none") as (side, _):
+    with meeting("dasgd", 1, servers=1, sparse="topk", density=0.01, decay="none", n_sync=1) as (side, _):
         one = side(0, momentum=0.0, weight_decay=0.0)
         begun = one.weights()
         size = sum(p.numel() for p in one.model.parameters())

@@ -26,12 +26,12 @@ class Side:
     ) -> None:
         self.number, self.model, self.optimizer, self.exchange, self.seat = number, model, optimizer, exchange, seat
 
-    def step(self, x: Tensor, y: Tensor, rate: float = 0.1) -> bool:
+    def step(self, x: Tensor, y: Tensor, rate: float = 0.1) -> bool | None:
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(F.cross_entropy(self.model(x), y))
         return self.exchange.step(rate)
 
-    def push(self, gradient: float, rate: float = 1.0) -> bool:
+    def push(self, gradient: float, rate: float = 1.0) -> bool | None:
         """A step with every gradient element set to a number."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
@@ -75,7 +75,7 @@ def meeting(
     wanted = max(1, replicas - parsed.backups) if name == "backup" else 0  # type: ignore[attr-defined]
     with ExitStack() as stack:
         kept = [Server() for _ in range(servers)]
-        coordinator = Coordinator(heartbeat=parsed.heartbeat, servers=servers, wanted=wanted)
+        coordinator = Coordinator(heartbeat=parsed.heartbeat, replicas=replicas, servers=servers, wanted=wanted)
         stack.callback(coordinator.close)
         for number, server in enumerate(kept):
             stack.callback(server.close)
