@@ -27,8 +27,8 @@ from benchmarks.common.turns import take_turns
 
 SIZES = {
     "lenet5": ((1, 28, 28), 32, 10, 20),
-    "resnet18": ((3, 32, 32), 32, 10, 4),
-    "alexnet": ((3, 224, 224), 16, 1000, 3),
+    "resnet18": ((3, 32, 32), 32, 10, 5),
+    "alexnet": ((3, 224, 224), 16, 1000, 5),
 }
 """Sample, samples of one replica's batch, classes, steps per turn (a multiple of the period is best)."""
 HERE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--slow", type=float, default=1.0)
-    parser.add_argument("--only", default="", help="names of sides, with commas between; all unless given")
+    parser.add_argument("--only", default="", help="names of sides, with semicolons between; all unless given")
     args = parser.parse_args()
     if not is_rank():
         start_ranks("benchmarks.exchange_speed.bench", sys.argv[1:], args.link)
@@ -88,7 +88,7 @@ def main() -> None:
 
     table = dist.distributed_c10d._get_default_store()
     wanted = {**(HERE if args.link == "loopback" else {"allreduce": HERE["allreduce"]}), **LINKS}
-    wanted = {name: one for name, one in wanted.items() if not args.only or name in args.only.split(",")}
+    wanted = {name: one for name, one in wanted.items() if not args.only or name in args.only.split(";")}
     nothing, alone = side(), side()
     sides = {
         "none": _both(nothing, lambda: nothing.optimizer.step(), steps, table, "none", free=True),
