@@ -103,9 +103,6 @@ def main() -> None:
         sides[name] = _both(one, exchange.step, steps, table, name, free=kind != "allreduce")
     measured = take_turns(sides, rounds=args.rounds)
     tallies = {name: exchange.take_tally() for name, exchange in zip(wanted, exchanges, strict=True)}
-    dist.barrier()
-    for exchange in exchanges:
-        exchange.close()
     if rank == 0:
         print(
             f"{args.model}, batch {batch} per replica, 2 replicas of one thread, {args.link}, "
@@ -132,6 +129,9 @@ def main() -> None:
                 f"| {low:.3f} to {high:.3f} | {gain:.2f} | {told or ' | '} |"
             )
         print(f"torch {torch.__version__}")
+    dist.barrier()
+    for exchange in exchanges:
+        exchange.close()
     dist.destroy_process_group()
 
 

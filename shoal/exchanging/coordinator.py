@@ -25,6 +25,9 @@ from shoal.linking import Address, Door, Frame, Link, LinkLost, LinkSilent
 SERVER_SECONDS = 60.0
 """What servers have to start."""
 
+FAREWELL_SECONDS = 120.0
+"""What the others have to finish before a replica leaves whose threads they need."""
+
 What = Literal["joined", "lost", "frozen", "back", "left", "server lost"]
 
 
@@ -49,6 +52,8 @@ class Member:
     state: Literal["active", "frozen", "lost", "left"] = "active"
     pulses: dict[int, Link] = field(default_factory=dict)
     frozen_ranks: set[int] = field(default_factory=set)
+    done: bool = False
+    """Whether it needs no other any more."""
 
 
 Answer = Callable[[Member, Frame], tuple[Mapping[str, Any], list[Any]]]
@@ -173,6 +178,12 @@ class Coordinator:
                 return {"servers": self._all_servers()}, []
             case "ticket":
                 return self._ticket(member, frame.head["version"]), []
+            case "farewell":  # of a replica that others may still need: its threads hold a part of the weights
+                with self.changed:
+                    member.done = True
+                    self.changed.notify_all()
+                    self.changed.wait_for(self._all_done, timeout=FAREWELL_SECONDS)
+                return {}, []
             case "serve":  # a replica whose threads are a server
                 with self.changed:
                     self._servers[frame.head["number"]] = (None, tuple(frame.head["address"]), frame.head["token"])
@@ -181,6 +192,10 @@ class Coordinator:
         if self._answer is None:
             raise PeerError(f"a replica asked for {frame.head['ask']!r}, which nobody answers here.", "")
         return self._answer(member, frame)
+
+    def _all_done(self) -> bool:
+        active = [member for member in self.members.values() if member.state == "active"]
+        return self._closing or all(member.done for member in active)
 
     def _ticket(self, member: Member, version: int) -> dict[str, Any]:
         if self._tickets is None:

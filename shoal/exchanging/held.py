@@ -130,17 +130,19 @@ class Shard:
         return Outcome(version + 1, staleness)
 
     def _step(self, push: Push, factor: float) -> None:
-        rule = self.policy.rule
+        rule, rate = self.policy.rule, push.rate
+        if self.policy.decay == "inverse":  # of the rate, as its paper has it: momentum remembers the whole gradient
+            rate, factor = rate * factor, 1.0
         if sparse := push.sparse:
             if factor != 1.0:
                 for one in sparse:
                     one.values.mul_(factor)
-            rule.apply_sparse(self.weights, sparse, self.state, push.rate)
+            rule.apply_sparse(self.weights, sparse, self.state, rate)
             return
         tensors = push.tensors
         if factor != 1.0:
             torch._foreach_mul_(tensors, factor)
-        rule.apply(self.weights, tensors, self.state, push.rate)
+        rule.apply(self.weights, tensors, self.state, rate)
 
     def snapshot(self) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Copies of weights and state, of one version."""

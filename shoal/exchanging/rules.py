@@ -180,8 +180,8 @@ def staleness_factor(staleness: int, kind: StalenessKind, base: float) -> float:
     """By how much a push counts whose weights were `staleness` updates old when it arrived.
 
     "exponential": base ** staleness (Chan & Lane 2014), a factor of what was pushed, so that momentum sees it too;
-    0 < base <= 1. "inverse": 1 / staleness (Zhang et al. 2016), a factor of the rate. Adagrad takes any factor in its
-    rate: one of what was pushed it would divide out again.
+    0 < base <= 1. "inverse": 1 / staleness (Zhang et al. 2016), a factor of the rate. Adagrad
+    would divide a factor of what was pushed out again.
 
     >>> [staleness_factor(2, kind, base=0.5) for kind in ("none", "exponential", "inverse")]
     [1.0, 0.25, 0.5]

@@ -121,8 +121,10 @@ class OwnLoop:
 
     def close(self) -> None:
         """Leave, after what is not pushed yet. Rank 0, where the others meet, waits until they left or were lost."""
-        self._exchange.flush()
         assert self._seat is not None
+        self._exchange.flush()
+        if self._seat.welcome["kind"] == "threads":
+            self._seat.ask({"ask": "farewell"})
         self._seat.leave()
         self._exchange.close()
         coordinator = self._coordinator

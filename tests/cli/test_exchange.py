@@ -183,24 +183,25 @@ def end(run: "subprocess.Popen[str]") -> tuple[str, str]:
 
 
 EXCHANGES = [
-    ["downpour"],
-    ["downpour", "servers=processes,shards=2"],
-    ["dasgd", "servers=processes,density=0.1"],
-    ["backup", "backups=0"],
+    ["2", "downpour"],
+    ["2", "downpour", "servers=processes,shards=2"],
+    ["2", "dasgd", "servers=processes,density=0.1"],
+    ["2", "backup", "backups=0"],
+    ["4", "downpour", "servers=processes"],
 ]
 
 
-@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup"])
+@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup", "groups"])
 def test_a_frozen_replica_is_missed_and_a_killed_one_noticed_at_once(
     mine: list[str], tmp_path: Path, options: list[str]
 ) -> None:
-    name, *more = options
-    chosen = ["--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more])]
+    workers, name, *more = options
+    chosen = ["--workers", workers, "--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more])]
     run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", *chosen, "--out", "run")
     out = tmp_path / "run"
     try:
         wait_for(under_way(out, [0, 1]), run)
-        victim = ranks_of(run)[1]
+        victim = ranks_of(run)[-1]
         victim.suspend()
         assert wait_for(lambda: victim.status() == psutil.STATUS_STOPPED, run)
         begun = time.monotonic()
@@ -318,8 +319,11 @@ def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(
     assert again.returncode == 0, again.stderr
 
 
-def test_a_stopped_run_goes_on(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", "--exchange", "downpour", "--out", "run")
+@pytest.mark.parametrize("exchange", ["downpour", "allreduce", "backup"])
+def test_a_stopped_run_goes_on(shoal: Shoal, mine: list[str], tmp_path: Path, exchange: str) -> None:
+    options = ["--replicas", "2", "--exchange", exchange, "--schedule", "constant"]
+    options += ["--exchange-options", "backups=0"] if exchange == "backup" else []
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, *options, "--out", "run")
     out = tmp_path / "run"
     try:
         wait_for(under_way(out, [0, 1]), run)
@@ -327,13 +331,20 @@ def test_a_stopped_run_goes_on(shoal: Shoal, mine: list[str], tmp_path: Path) ->
     finally:
         run.kill()
         run.wait()
-    assert run.returncode == 130
+    assert run.returncode == 130, printed
     assert "shoal train --resume run" in printed[1]
-    counted = torch.load(out / "checkpoint.pt", weights_only=True)["steps"]
-    epochs = str(counted // 20 + 2)
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    per_epoch = 10 if exchange == "allreduce" else 20
+    epochs = str(saved["steps"] // per_epoch + 2)
     again = shoal("train", "--resume", "run", "--epochs", epochs)
     assert again.returncode == 0, again.stderr
     assert result_of(out)["samples"] == int(epochs) * 80
+    if exchange == "allreduce":  # exact: as if it had never stopped
+        whole = shoal("train", *mine, "--epochs", epochs, *options, "--out", "whole")
+        assert whole.returncode == 0, whole.stderr
+        expected = load_file(tmp_path / "whole" / "model.safetensors")
+        found = load_file(out / "model.safetensors")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_slow_replica_does_less_and_holds_up_nobody(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
