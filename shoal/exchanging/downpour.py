@@ -30,6 +30,10 @@ SPREAD_EVERY = 50
 """Exchanges from one measurement of the distance to the common weights to the next: it costs a pass over them."""
 
 
+ALONE = 8
+"""Pushes in a row between which nobody came, after which a replica takes itself for the only one; it begins as one."""
+
+
 class Downpour(Exchange):
     """One replica and its shards, wherever these are."""
 
@@ -53,8 +57,8 @@ class Downpour(Exchange):
         self._local = push_every > 1 or fetch_every > 1 or rule == "add"
         """Whether this replica takes steps of its own between exchanges."""
         self._versions = [0] * len(self._shards)
-        self._undisturbed = [True] * len(self._shards)
-        """Whether nobody else pushed to a shard between this replica's last fetch and push."""
+        self._undisturbed = [ALONE] * len(self._shards)
+        """For so many pushes to a shard in a row nobody else came between fetch and push."""
         self._turn = turn
         self._sparse_back = sparse_back
         self._whole = False
@@ -185,8 +189,8 @@ class Downpour(Exchange):
         return [(self._turn + number) % count for number in range(count)]
 
     def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
-        """Whole weights where nobody came between last time: exact, where adding a change to old ones would round."""
-        if self._rule == "add" and self._undisturbed[number]:
+        """Whole weights where nobody came between for long: exact, where adding a change to old ones would round."""
+        if self._rule == "add" and self._undisturbed[number] >= ALONE:
             return Push(on_host([weight.clone() for weight in weights]), self._versions[number], rate, "weights")
         return Push(on_host(values), self._versions[number], rate)
 
@@ -196,14 +200,14 @@ class Downpour(Exchange):
         shard = self._shards[number]
         outcome = _answer(shard, into)
         if pushed is not None:
-            if not outcome.applied and self._rule == "add" and self._undisturbed[number]:
+            if not outcome.applied and self._rule == "add" and self._undisturbed[number] >= ALONE:
                 shard.ask(
                     Push(on_host(pushed[number]), self._versions[number], rate),
                     fetch=into is not None,
                     whole=self._whole,
                 )
                 outcome = _answer(shard, into)
-            self._undisturbed[number] = outcome.staleness == 0
+            self._undisturbed[number] = 0 if outcome.staleness else self._undisturbed[number] + 1
         if into is not None:
             self._versions[number] = outcome.version
         elif outcome.applied:

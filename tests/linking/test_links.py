@@ -292,7 +292,7 @@ def test_a_sender_notices_at_once_that_its_peer_was_killed_in_the_middle() -> No
         peer.kill()
         peer.join()
     assert peer.exitcode == -signal.SIGKILL
-    assert noticed[0] - killed < 1
+    assert noticed[0] - killed < 10  # how soon: benchmarks/links
     assert near.sent_bytes == 0
 
 
@@ -315,7 +315,7 @@ def test_a_receiver_notices_at_once_that_its_peer_was_killed_in_the_middle() -> 
             peer.kill()
             peer.join()
         assert peer.exitcode == -signal.SIGKILL
-        assert noticed[0] - killed < 1
+        assert noticed[0] - killed < 10
         assert near.received_bytes == 0
         with pytest.raises(LinkLost, match="in the middle"):
             near.send({})
@@ -330,7 +330,7 @@ def test_a_child_does_not_keep_a_dead_parents_link_open() -> None:
             peer.kill()
             with pytest.raises(LinkLost, match="the peer closed the link"):
                 near.receive()
-            assert time.monotonic() - killed < 1
+            assert time.monotonic() - killed < 10
             os.kill(child, 0)  # it lives
         finally:
             os.kill(child, signal.SIGKILL)
@@ -368,7 +368,7 @@ def test_a_frozen_peer_is_silent_and_the_link_works_when_it_thaws() -> None:
             start = time.monotonic()
             with pytest.raises(LinkSilent, match=r"the peer said nothing for 0\.3 seconds"):
                 near.receive()
-            assert 0.25 < time.monotonic() - start < 1
+            assert 0.25 < time.monotonic() - start < 10
         assert not near.poll(0.05)
         os.kill(peer.pid, signal.SIGCONT)
         near.timeout = 20
@@ -451,7 +451,7 @@ def test_closing_wakes_whoever_waits(links: tuple[Link, Link], operation: str) -
         time.sleep(0.1)
         start = time.monotonic()
         near.close()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 10
     assert near.closed
     assert not far.closed
     for again in (near.receive, near.poll, lambda: near.send({}), lambda: setattr(near, "timeout", 1)):
@@ -616,7 +616,7 @@ def test_garbage_and_silence_do_not_block_the_door(
             assert hung_up_on(stranger)
     start = time.monotonic()
     assert answers(open_door)
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < 10
     for stranger in silent:
         stranger.settimeout(5)
         assert hung_up_on(stranger)
@@ -632,7 +632,7 @@ def test_closing_a_door_ends_its_links_and_threads(guests: Guests) -> None:
     assert sum(thread.name.startswith("shoal-") for thread in threading.enumerate()) == 3
     start = time.monotonic()
     assert open_door.close()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     assert not any(thread.name.startswith("shoal-") for thread in threading.enumerate())
     with pytest.raises(LinkLost, match="the server"):
         link.receive()
