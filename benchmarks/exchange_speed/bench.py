@@ -67,6 +67,9 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="lenet5")
     parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--steps", type=int, help="per replica and turn; with --slow many, for a turn ends with the slow one"
+    )
     parser.add_argument("--slow", type=float, default=1.0)
     parser.add_argument("--without-alone", action="store_true", help="leave one worker's own speed out, to save time")
     parser.add_argument("--only", default="", help="names of sides, with semicolons between; all unless given")
@@ -79,6 +82,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shape, batch, classes, steps = SIZES[args.model]
+    steps = args.steps or steps
     slow = args.slow if rank == 1 else 1.0
     torch.manual_seed(1 + rank)
     x, y = torch.randn(batch, *shape), torch.randint(classes, (batch,))

@@ -53,6 +53,9 @@ class Dasgd(Downpour):
         # Servers may change what they get; what is selected from it is a copy already.
         return self._momenta if self._remainders is not None else [one.clone() for one in self._momenta]
 
+    def _gives_weights(self, number: int) -> bool:
+        return self._remainders is None and super()._gives_weights(number)
+
     def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
         if self._remainders is None:
             return super()._first_push(number, values, weights, rate)

@@ -188,9 +188,12 @@ class Downpour(Exchange):
         count = len(self._shards)
         return [(self._turn + number) % count for number in range(count)]
 
+    def _gives_weights(self, number: int) -> bool:
+        return self._rule == "add" and self._undisturbed[number] >= ALONE
+
     def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
         """Whole weights where nobody came between for long: exact, where adding a change to old ones would round."""
-        if self._rule == "add" and self._undisturbed[number] >= ALONE:
+        if self._gives_weights(number):
             return Push(on_host([weight.clone() for weight in weights]), self._versions[number], rate, "weights")
         return Push(on_host(values), self._versions[number], rate)
 
@@ -200,7 +203,7 @@ class Downpour(Exchange):
         shard = self._shards[number]
         outcome = _answer(shard, into)
         if pushed is not None:
-            if not outcome.applied and self._rule == "add" and self._undisturbed[number] >= ALONE:
+            if not outcome.applied and self._gives_weights(number):
                 shard.ask(
                     Push(on_host(pushed[number]), self._versions[number], rate),
                     fetch=into is not None,

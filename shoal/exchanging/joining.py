@@ -206,15 +206,18 @@ def _dasgd(
             kind=options.sparse, density=options.density, threshold=options.threshold, residual=options.residual
         )
     at_worker = options.momentum_at == "worker"
-    own_decay = weight_decay if selector is not None or at_worker else 0.0
+    # Over several steps the replica's own optimizer has momentum and weight decay: it pushes how far it came.
+    adds = at_worker and options.push_every > 1
+    own_decay = weight_decay if (selector is not None or at_worker) and not adds else 0.0
     at_server = 0.0 if at_worker else momentum
     on_cpu = all(weight.device.type == "cpu" for weight in replica.weights)
     sparse_back = selector is not None and on_cpu and seat.meeting.shared is None
     back = "sampled" if options.sparse == "threshold" else options.sparse  # a gradient's threshold is none for weights
+    rule = "add" if adds else "sgd"
     terms = {
-        "rule": "sgd",
+        "rule": rule,
         "momentum": at_server,
-        "weight_decay": weight_decay - own_decay,
+        "weight_decay": 0.0 if adds else weight_decay - own_decay,
         "decay": options.decay,
         "decay_base": options.decay_base,
         "back": {"kind": back, "density": options.density} if sparse_back else None,
@@ -222,13 +225,13 @@ def _dasgd(
     return Dasgd(
         replica,
         _shards(options, replica, seat, number, terms | _limits(options)),
-        rule="sgd",
+        rule=rule,
         server_momentum=at_server,
         push_every=options.push_every,
         fetch_every=options.fetch_every,
         turn=number,
         selector=selector,
-        own_momentum=momentum if at_worker else 0.0,
+        own_momentum=momentum if at_worker and not adds else 0.0,
         own_decay=own_decay,
         sparse_back=sparse_back,
     )

@@ -213,6 +213,37 @@ def test_sparse_pushes_send_few_bytes_and_lose_nothing() -> None:
         torch.testing.assert_close(begun - one.weights(), sent, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("servers", [0, 2])
+def test_sparse_changes_of_several_steps_lose_nothing(servers: int) -> None:
+    with meeting("dasgd", 1, servers=servers, sparse="topk", density=0.02, decay="none", n_sync=3) as (side, _):
+        one = side(0, weight_decay=0.0)
+        begun, moved = one.weights(), torch.zeros_like(one.weights())
+        for number in range(12):
+            before = one.weights()
+            x, y = batch(number)
+            one.optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(F.cross_entropy(one.model(x), y))
+            own = torch.cat([p.grad.reshape(-1) for p in one.model.parameters() if p.grad is not None])
+            one.exchange.step(0.1)
+            if number % 3 < 2:
+                moved += one.weights() - before
+            else:  # the last of three: what the optimizer did is known from its momentum
+                momenta = [one.optimizer.state[p]["momentum_buffer"].reshape(-1) for p in one.model.parameters()]
+                moved -= 0.1 * torch.cat(momenta)
+            assert torch.isfinite(own).all()
+        remainders = one.exchange._remainders  # type: ignore[attr-defined]
+        kept = _by_parameter(one, [left for remainder in remainders for left in remainder.left])
+        one.exchange.settle()
+        torch.testing.assert_close(one.weights() - begun, moved - kept, rtol=1e-4, atol=1e-5)
+
+
+def _by_parameter(one: Side, lefts: list[torch.Tensor]) -> torch.Tensor:
+    """Slices of shards follow the order of parameters, so their remainders do too."""
+    found = torch.cat(lefts)
+    assert found.numel() == one.weights().numel()
+    return found
+
+
 def test_a_late_gradient_is_never_applied() -> None:
     with meeting("backup", 3, servers=1, backups=1) as (side, _):
         ready = [side(number, momentum=0.0, weight_decay=0.0) for number in range(3)]
