@@ -128,8 +128,8 @@ class Dasgd(Served):
     residual: bool = True
     """Keep what was not pushed and add it to the next gradient (Strom 2015), or drop it."""
     momentum_at: Literal["server", "worker"] = "worker"
-    """Where the run's momentum is kept. At the server every weight changes with every push; at the worker and with n_sync
-    over 1 the replica's own optimizer has it, and pushes how far it came."""
+    """Where the run's momentum is kept. At the server every weight changes with every push; at the worker and with
+    n_sync over 1 the replica's own optimizer has it, and pushes how far it came."""
     decay: Literal["none", "exponential", "inverse"] = Field(
         default="exponential",
         description="How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014), "

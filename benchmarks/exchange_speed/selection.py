@@ -2,8 +2,8 @@
 
     python -m benchmarks.exchange_speed.selection [--model resnet18] [--rounds 15]
 
-A round is one step (forward, backward, optimizer) and one selection of each kind with a residual, at density 0.01, from that
-step's gradient. `dasgd` selects once per n_sync steps, 4 unless told: its cost per step is a quarter of what is printed.
+A round is one step (forward, backward, optimizer) and one selection of each kind with a residual, at density 0.01,
+from that step's gradient. `dasgd` selects once per n_sync steps, 4 unless told.
 """
 
 import argparse

@@ -63,7 +63,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, *, first: bool) -> None:
-        """Before the first step. A replica that is `first` brings the first weights, if nobody did; others take them."""
+        """Before the first step. One that is `first` brings the first weights, if nobody did; others take them."""
 
     @abstractmethod
     def step(self, rate: float | None) -> bool | None:
