@@ -18,7 +18,7 @@ run: .venv/.run
 	$(BIN)/shoal train --workers auto $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

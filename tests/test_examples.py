@@ -10,10 +10,11 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
 UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
+ELSEWHERE = [FOLDER / "exchange_script.py"]  # tests/cli/test_exchange.py
 
 
 def test_every_example_is_tested() -> None:
-    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN)
+    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN + ELSEWHERE)
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
