@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", default="0.0125,0.025,0.05,0.1")
     parser.add_argument("--tuning-epochs", type=int, default=2)
+    parser.add_argument("--rows", default="", help="names of rows, with semicolons between; all unless given")
     parser.add_argument("--target", type=float, default=0.85, help="test accuracy for the column time to accuracy")
     args = parser.parse_args()
     common = ["--model", args.model, "--data", args.data, "--batch", str(args.batch), "--threads", "1"]
@@ -119,6 +119,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     base: float | None = None
     for row in STUDIES[args.study]:
+        if args.rows and row.name not in args.rows.split(";"):
+            continue
         tried = {
             rate: _run(
                 [*common, *row.options, "--lr", rate, "--epochs", str(args.tuning_epochs), "--seed", str(TUNING_SEED)]
@@ -154,7 +156,6 @@ def _run(options: list[str]) -> dict[str, Any] | None:
     """The result of one run, and a function that tells when it reached an accuracy; None where it diverged."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        begun = time.time()
         ran = subprocess.run(
             [sys.executable, "-m", "shoal", "train", *options, "--out", str(out)],
             capture_output=True,
@@ -167,7 +168,6 @@ def _run(options: list[str]) -> dict[str, Any] | None:
             return None
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    del begun
     tests = [(line["wall_seconds"], line["test_accuracy"]) for line in lines if line["event"] == "test"]
     result["reached"] = lambda target: next((when for when, found in tests if found >= target), None)
     return result
