@@ -224,7 +224,8 @@ class _Life:
             found = None if tested is None else tested.__dict__
             head = {"ask": "tested", "found": found, "after": order["after"], "parameters": job.network.parameters}
             self._seat.ask(head, buffers)
-        self._exchange.settle()  # the others trained on meanwhile: a gradient of the weights tested would be stale
+        if not order["last"]:  # the others trained on meanwhile: a gradient of the weights tested would be stale
+            self._exchange.settle()
 
 
 def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
