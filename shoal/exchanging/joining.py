@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 
@@ -116,15 +115,6 @@ class Seat:
                 self._pulse.send({})
             except LinkLost:
                 return  # whoever asks next is told
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.leave()
 
 
 def server_count(
