@@ -1,6 +1,8 @@
 """Where a run begins: in this process alone, on ranks that it starts, or as one rank of a world that is there."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def train(config: TrainConfig, listener: Listener | None = None) -> RunResult:
     `StoppedError` after Ctrl-C or SIGTERM, when all files are whole and a checkpoint is left. When a rank fails:
     its own error, or a `RunError` that names it.
     """
-    return _start(config, None, listener or Listener(), asked="workers" in config.model_fields_set)
+    with _torch_left_as_found():
+        return _start(config, None, listener or Listener(), asked="workers" in config.model_fields_set)
 
 
 def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = None) -> RunResult:
@@ -47,7 +50,19 @@ def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = N
     config = TrainConfig.parse({**read_recipe(folder.config), **changes, "out": path}, source="--resume: ")
     if config.plan == AUTO and not {"plan", "workers"} & changes.keys():
         config = config.model_copy(update={"plan": str(folder.plan)})  # what was found then, not what would be now
-    return _start(config, path, listener or Listener(), asked="workers" in changes)
+    with _torch_left_as_found():
+        return _start(config, path, listener or Listener(), asked="workers" in changes)
+
+
+@contextmanager
+def _torch_left_as_found() -> Iterator[None]:
+    """A caller's own arithmetic goes on as before: its threads, and its values near zero, which training flushes."""
+    threads, flushed = torch.get_num_threads(), sys.float_info.min / 2 == 0.0
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushed)
 
 
 def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, asked: bool) -> RunResult:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from shoal import TrainConfig, train
 from tests.cli.conftest import Shoal
 
 RESULT_FIELDS = (
@@ -78,6 +79,17 @@ def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
     assert result_of(tmp_path / "a")["final_loss"] == result_of(tmp_path / "b")["final_loss"]
+
+
+def test_training_from_python_leaves_torch_as_it_was(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    config = TrainConfig(data=tiny, epochs=1, batch=16, threads=threads + 1, out=Path("run"))
+    assert train(config).steps == 5
+    assert torch.get_num_threads() == threads
+    assert sys.float_info.min / 2 > 0.0, "values near zero must not go to zero in the caller's own arithmetic"
 
 
 def test_recipe_options_and_print_config(shoal: Shoal, tmp_path: Path) -> None:
