@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
-from shoal.exchanges import ExchangeOptions, parse_exchange
+from shoal.exchanges import Backup, ExchangeOptions, parse_exchange
 from shoal.machine import cores
 from shoal.units import parse_quantity
 
@@ -213,15 +213,15 @@ class TrainConfig(Settings):
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
 
     def _check_batch(self, options: ExchangeOptions) -> None:
-        backups = getattr(options, "backups", 0)
-        if backups >= self.replicas:
+        if isinstance(options, Backup) and options.backups >= self.replicas:
             raise ConfigError(
-                f"backups = {backups} leaves none of {self.replicas} replicas to wait for.",
+                f"backups = {options.backups} leaves none of {self.replicas} replicas to wait for.",
                 "Give more --replicas, or fewer backups.",
             )
-        if self.batch % (self.replicas - backups):
+        parts = options.parts_of_batch(self.replicas)
+        if self.batch % parts:
             raise ConfigError(
-                f"batch = {self.batch} is not divided evenly by {self.replicas - backups} replicas.",
+                f"batch = {self.batch} is not divided evenly by {parts} replicas.",
                 "Give a --batch that is a multiple of them: each replica takes an equal share.",
             )
 
@@ -235,7 +235,7 @@ class TrainConfig(Settings):
     def replica_batch(self) -> int:
         """Samples of one gradient of one replica: its share of the batch."""
         options = self.exchange_settings()
-        return self.batch if options is None else self.batch // (self.replicas - getattr(options, "backups", 0))
+        return self.batch if options is None else self.batch // options.parts_of_batch(self.replicas)
 
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""

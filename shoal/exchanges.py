@@ -29,6 +29,10 @@ class ExchangeOptions(BaseModel):
     heartbeat: float = Field(default=5.0, gt=0)
     """Seconds without a sign of life after which a replica counts as frozen and its batches go to others."""
 
+    def parts_of_batch(self, replicas: int) -> int:
+        """Replicas whose gradients make up one batch."""
+        return replicas
+
 
 class Allreduce(ExchangeOptions):
     """Every step all replicas take the mean of their gradients. Exact: R replicas are one with R times the batch."""
@@ -48,6 +52,10 @@ class Backup(ExchangeOptions):
 
     backups: int = Field(default=1, ge=0)
     """b: replicas that a step need not wait for. 0 waits for all."""
+
+    def parts_of_batch(self, replicas: int) -> int:
+        """Without the backups: whichever replicas are late."""
+        return max(1, replicas - self.backups)
 
 
 class Served(ExchangeOptions):

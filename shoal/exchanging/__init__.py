@@ -8,28 +8,26 @@ One file per exchange, each of which opens with what it promises:
     dasgd       the same, sparse             dasgd.py, sparse.py
 
 `shards.py` cuts the weights, `rules.py` steps, `held.py` is a shard, in shared memory (`shared.py`) or behind a server
-(`server.py`, `serve.py`); `coordinator.py` knows who takes part; `joining.py` puts one rank's side together.
+(`server.py`, `serve.py`); `coordinator.py` knows who takes part, `meeting.py` is where they meet; `joining.py` puts one
+rank's side together.
 """
 
 from shoal.exchanging.base import Exchange, Tally
-from shoal.exchanging.coordinator import Coordinator, Event, Member
-from shoal.exchanging.joining import Meeting, Seat, join, serve_in_threads, server_count
+from shoal.exchanging.coordinator import Event, Member
+from shoal.exchanging.joining import Seat, join, serve_in_threads
+from shoal.exchanging.meeting import Meeting, MeetingPlace, server_count
 from shoal.exchanging.replica import Replica
-from shoal.exchanging.serve import start_server
-from shoal.exchanging.shared import SharedFolder
 
 __all__ = [
     "Exchange",
     "Tally",
-    "Coordinator",
     "Event",
     "Member",
     "Meeting",
+    "MeetingPlace",
     "Seat",
     "join",
     "serve_in_threads",
     "server_count",
     "Replica",
-    "start_server",
-    "SharedFolder",
 ]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.errors import PeerError
-from shoal.exchanging.server import Server
 from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.tickets import Tickets
 from shoal.linking import Address, Door, Frame, Link, LinkLost, LinkSilent
@@ -47,7 +46,6 @@ class Member:
 
     replica: int
     link: Link
-    ranks: int
     pids: tuple[int, ...] = ()
     state: Literal["active", "frozen", "lost", "left"] = "active"
     pulses: dict[int, Link] = field(default_factory=dict)
@@ -82,7 +80,7 @@ class Coordinator:
         self.events: list[Event] = []
         self._heartbeat, self._replicas, self._wanted_servers = heartbeat, replicas, servers
         self._shared = shared
-        self._servers: dict[int, tuple[Link | Server | None, Address, str]] = {}
+        self._servers: dict[int, tuple[Link | None, Address, str]] = {}
         self._tickets = Tickets(wanted) if wanted else None
         self._welcome, self._answer, self._on_event = welcome, answer, on_event
         self._closing = False
@@ -121,12 +119,6 @@ class Coordinator:
             self.changed.notify_all()
         self._door.close()
 
-    def add_server(self, number: int, server: Server) -> None:
-        """A server that lives in this process."""
-        with self.changed:
-            self._servers[number] = (server, server.address, server.token)
-            self.changed.notify_all()
-
     def drop(self, replica: int) -> None:
         """Treat a replica as lost, also one that never came."""
         with self.changed:
@@ -153,7 +145,7 @@ class Coordinator:
             if number is None or number in self.members:
                 # Numbers below are those of replicas that the run began with, and that may still be on their way.
                 number, late = max(self._replicas - 1, *self.members, 0) + 1, True
-            member = self.members[number] = Member(number, link, hello["ranks"], tuple(hello["pids"]))
+            member = self.members[number] = Member(number, link, tuple(hello["pids"]))
             self._tell("joined", number)
         link.send({"replica": number, "late": late, **self._welcome(number)})
         try:
@@ -298,8 +290,6 @@ class Coordinator:
     def _tell_servers(self, needs: tuple[Mapping[int, int], int]) -> None:
         of_versions, then = needs
         for server, _, _ in self._servers.values():
-            if isinstance(server, Server):
-                server.need(of_versions, then)
-            elif server is not None:
+            if server is not None:
                 with suppress(LinkLost):  # told by the thread that listens to it
                     server.send({"needs": [[version, need] for version, need in of_versions.items()], "then": then})

@@ -3,26 +3,25 @@
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal import exchanges
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import PeerError
 from shoal.exchanging.allreduce import Allreduce
 from shoal.exchanging.backup import Backup
 from shoal.exchanging.base import Exchange
 from shoal.exchanging.dasgd import Dasgd
 from shoal.exchanging.downpour import Downpour
+from shoal.exchanging.meeting import Meeting
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.server import LocalShard, RemoteShard, Server, ShardClient, Terms
 from shoal.exchanging.shards import Slice, spread
 from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.sparse import Selector
-from shoal.linking import JSON, Address, Frame, Link, LinkLost, connect, own_address
+from shoal.linking import JSON, Frame, Link, LinkLost, connect, own_address
 
 BEATS = 4
 """Signs of life within one heartbeat."""
@@ -31,31 +30,17 @@ SHARD_ELEMENTS = 1 << 20
 MOST_SHARDS = 16
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the replicas of a run meet. Survives pickling."""
-
-    address: Address
-    token: str
-    replicas: int
-    """How many there were to be at the beginning."""
-    shared: Path | None = None
-    """The folder of shared weights, where all replicas are on one host and use it."""
-    store: tuple[str, int] | None = None
-    """The table through which lockstep groups are made."""
-
-
 class Seat:
     """This rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
 
     def __init__(
-        self, meeting: Meeting, *, rank: int, ranks: int, replica: int | None, pids: Sequence[int], heartbeat: float
+        self, meeting: Meeting, *, rank: int, replica: int | None, pids: Sequence[int], heartbeat: float
     ) -> None:
         self.meeting, self.rank = meeting, rank
         self.welcome: Mapping[str, Any] = {"replica": replica}
         self._link: Link | None = None
         if rank == 0:
-            hello: dict[str, JSON] = {"as": "replica", "replica": replica, "ranks": ranks, "pids": list(pids)}
+            hello: dict[str, JSON] = {"as": "replica", "replica": replica, "pids": list(pids)}
             self._link = connect(meeting.address, meeting.token, hello, name="the coordinator")
             self.welcome = self._link.receive().head
         self._heartbeat = heartbeat
@@ -117,36 +102,6 @@ class Seat:
                 return  # whoever asks next is told
 
 
-def server_count(
-    options: exchanges.ExchangeOptions, replicas: int, *, one_host: bool, weight_bytes: int
-) -> tuple[str, int]:
-    """Where the weights are held (`none`, `direct`, `processes`, `threads`) and by how many servers.
-
-    `direct` needs room in shared memory for the weights and what the rule remembers; containers often have little.
-    """
-    if isinstance(options, exchanges.Backup):
-        return "processes", 1
-    if not isinstance(options, exchanges.Served):
-        return "none", 0
-    needed, room = 2 * weight_bytes, SharedFolder.room()
-    kind = options.servers
-    if kind == "auto":
-        kind = "direct" if one_host and needed < room else "processes"
-    if kind == "direct" and not one_host:
-        raise ConfigError(
-            "servers = 'direct' shares memory, but the replicas are on several hosts.",
-            "Give servers=processes or servers=threads.",
-        )
-    if kind == "direct" and needed >= room:
-        raise ConfigError(
-            f"servers = 'direct' needs {needed >> 20} MiB of shared memory, of which {room >> 20} MiB are free.",
-            "Give servers=processes, or the system more (docker run --shm-size).",
-        )
-    if kind == "direct":
-        return "direct", 0
-    return kind, options.shards or (replicas if kind == "threads" else 1)
-
-
 def join(options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, number: int) -> Exchange:
     """This rank's side of the exchange. All ranks of the replica call it."""
     meeting = seat.meeting
@@ -160,7 +115,7 @@ def join(options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, numbe
         momentum, weight_decay = settings["momentum"], settings["weight_decay"]
     if isinstance(options, exchanges.Backup):
         terms = {"rule": "sgd", "momentum": momentum, "weight_decay": weight_decay}
-        terms["wanted"] = max(1, meeting.replicas - options.backups)
+        terms["wanted"] = options.parts_of_batch(meeting.replicas)
         shards = _shards(options, replica, seat, number, terms)
         ask = (lambda head: seat.ask(head).head) if seat.rank == 0 else None
         return Backup(replica, shards, ask=ask, server_momentum=momentum)

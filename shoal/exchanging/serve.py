@@ -33,17 +33,22 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     host, port, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    server = Server(host=own_address(host))
+    serve(Server(host=own_address(host)), (host, port), os.environ[TOKEN], number)
+
+
+def serve(server: Server, coordinator: Address, token: str, number: int) -> None:
+    """Announce the server, and tell it what the coordinator says for as long as that lives."""
     hello: dict[str, JSON] = {
         "as": "server",
         "number": number,
         "address": list(server.address),
         "token": server.token,
     }
-    link = connect((host, port), os.environ[TOKEN], hello, name="the coordinator")
+    link = connect(coordinator, token, hello, name="the coordinator")
     try:
         while True:
             head = link.receive().head
             server.need(dict(head["needs"]), head["then"])
     except LinkLost:
+        link.close()
         server.close()

@@ -21,10 +21,10 @@ import torch
 from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.errors import DivergedError, RunError, ShoalError, StoppedError
-from shoal.exchanges import Backup, Dasgd, ExchangeOptions, Served
-from shoal.exchanging import Coordinator, Event, Member, SharedFolder, Tally
+from shoal.exchanges import Dasgd, ExchangeOptions, Served
+from shoal.exchanging import Event, Meeting, MeetingPlace, Member, Tally
 from shoal.files import write_atomically, write_text_atomically
-from shoal.linking import LOOPBACK, Frame
+from shoal.linking import Frame
 from shoal.result import BytesPerStep, ExchangeReport, ReplicaReport, RunResult, Staleness, versions
 from shoal.training.budget import Budget, LockstepBudget, SharedBudget
 from shoal.training.checkpoint import SCHEMA
@@ -57,7 +57,7 @@ class Past:
 
 
 class Conductor:
-    """Conducts one run; `coordinator` is where its replicas ask."""
+    """Conducts one run, whose replicas ask it at `meeting`."""
 
     def __init__(
         self,
@@ -68,14 +68,12 @@ class Conductor:
         listener: Listener,
         past: Past,
         *,
-        kind: str,
-        servers: int,
-        shared: SharedFolder | None = None,
-        host: str = LOOPBACK,
+        held: tuple[str, int],
+        host: str,
+        store: tuple[str, int],
     ) -> None:
         self._config, self._options, self._about = config, options, about
         self._folder, self._listener, self._past = folder, listener, past
-        self._kind = kind
         self._steps_per_epoch = about.steps_per_epoch
         self._total = config.epochs * about.steps_per_epoch
         self._budget: Budget = self._make_budget()
@@ -103,20 +101,18 @@ class Conductor:
         self.result: RunResult | None = None
         self._metrics = MetricsFile(folder.metrics, length=past.metrics_length)
         self._history: list[Event] = []
-        wanted = config.replicas - options.backups if isinstance(options, Backup) else 0
-        self.coordinator = Coordinator(
-            heartbeat=options.heartbeat,
-            replicas=config.replicas,
-            servers=servers,
-            shared=shared,
-            wanted=wanted,
+        self._place = MeetingPlace(
+            options,
+            config.replicas,
+            held,
             host=host,
-            welcome=lambda _: {"kind": kind, "servers": servers},
+            store=store,
             answer=self._answer,
             on_event=self._on_event,
             on_error=self._on_error,
         )
-        self._changed = self.coordinator.changed
+        self._coordinator = self._place.coordinator
+        self._changed = self._coordinator.changed
 
     def _make_budget(self) -> Budget:
         if self._options.lockstep:
@@ -139,8 +135,16 @@ class Conductor:
                 self._stopping = True
                 self._stop_at = max(self._budget.handed(replica) for replica in range(self._config.replicas))
 
-    def server_ended(self, number: int) -> None:
-        """A server's process is gone."""
+    @property
+    def meeting(self) -> Meeting:
+        """Where replicas find this run."""
+        return self._place.meeting
+
+    def start_servers(self) -> None:
+        """If the weights are in processes of their own."""
+        self._place.start_servers(on_end=self._server_ended)
+
+    def _server_ended(self, number: int) -> None:
         with self._changed:
             self._lose_server(number)
 
@@ -148,11 +152,11 @@ class Conductor:
         """A replica's processes ended; its links say so too, but not why."""
         with self._changed:
             self._write(event="ended", replica=replica, why=what)
-            self.coordinator.drop(replica)
+            self._coordinator.drop(replica)
 
     def close(self) -> None:
-        """End the coordinator and the metrics."""
-        self.coordinator.close()
+        """End the meeting place, with all its processes, and the metrics."""
+        self._place.close()
         self._metrics.close()
 
     def warn(self, text: str) -> None:
@@ -163,7 +167,7 @@ class Conductor:
     def wait_for_all(self, seconds: float) -> None:
         """Until every replica has left or is lost."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.coordinator.active(), timeout=seconds)
+            self._changed.wait_for(lambda: not self._coordinator.active(), timeout=seconds)
 
     def ended(self) -> RunResult:
         """The result; or why there is none."""
@@ -214,7 +218,7 @@ class Conductor:
         due = self._test_due()
         if due is not None and self._testing is None and self._may_test(replica):
             self._testing = replica, due
-            self.coordinator.rest(replica, resting=True)
+            self._coordinator.rest(replica, resting=True)
             last = due == self._config.epochs
             save = last or due % self._config.checkpoint_every == 0
             evaluate = last or due % self._config.eval_every == 0
@@ -227,7 +231,7 @@ class Conductor:
 
     def _order_batch(self, replica: int) -> dict[str, Any]:
         number = self._budget.take(replica)
-        self.coordinator.rest(replica, resting=number is None)
+        self._coordinator.rest(replica, resting=number is None)
         if number is None:
             return {"order": "wait"}
         if not self._started:  # the clock runs from the first step, as it does without replicas
@@ -251,7 +255,7 @@ class Conductor:
         """Replicas in lockstep come to the same batch first; then one saves, and all leave."""
         if self._options.lockstep and self._budget.handed(replica) < self._stop_at:
             return self._order_batch(replica)
-        self.coordinator.rest(replica, resting=True)
+        self._coordinator.rest(replica, resting=True)
         if self._options.lockstep and self._budget.counted < self._stop_at:
             return {"order": "wait"}
         if not self._budget.counted:
@@ -264,7 +268,7 @@ class Conductor:
 
     def _may_test(self, replica: int) -> bool:
         """Running statistics of batch norm are the tester's own: it must have about as many as any other."""
-        steps = {number: self._trained(number) for number in self.coordinator.active()}
+        steps = {number: self._trained(number) for number in self._coordinator.active()}
         return 2 * steps.get(replica, 0) >= max(steps.values(), default=0)
 
     def _trained(self, replica: int) -> int:
@@ -344,7 +348,7 @@ class Conductor:
             lr=self._rate(min(counted, self._total - 1)),
             samples_per_sec=steps * self._samples_per_batch / seconds,
             step_time_ms=1000 * seconds / max(steps, 1),
-            active=self.coordinator.active(),
+            active=self._coordinator.active(),
             dropped=sum(score.tally.dropped for score in self._scores.values()),
             staleness_mean=None if staleness is None else staleness.mean,
             updates={number: score.tally.updates for number, score in sorted(self._scores.items())},
@@ -514,7 +518,7 @@ class Conductor:
             staleness=self._staleness(),
             exchanged=ExchangeReport(
                 options=self._options.model_dump(mode="json"),
-                servers=self._kind,
+                servers=self._place.kind,
                 replicas={number: _report(score) for number, score in sorted(self._scores.items())},
                 repeated=self._budget.repeated,
                 spread=self._spread(),
@@ -538,7 +542,7 @@ class Conductor:
         """Float32 weights that cross between a replica and others per step; None where it depends on the values."""
         options, size = self._options, 4 * parameters
         if isinstance(options, Served):
-            if self._kind == "direct":
+            if self._place.kind == "direct":
                 return 0
             if isinstance(options, Dasgd) and options.sparse != "none":
                 return None

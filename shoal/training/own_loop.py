@@ -11,8 +11,6 @@ with shoal.exchange(model, optimizer, "downpour", n_sync=4) as exchange:
 """
 
 import os
-import subprocess
-from contextlib import suppress
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -24,21 +22,18 @@ from torch import nn
 from shoal.errors import ConfigError
 from shoal.exchanges import ExchangeOptions, parse_exchange
 from shoal.exchanging import (
-    Coordinator,
     Meeting,
+    MeetingPlace,
     Replica,
     Seat,
-    SharedFolder,
     Tally,
     join,
     serve_in_threads,
     server_count,
-    start_server,
 )
 from shoal.exchanging.server import Server
 from shoal.launching import World, surrounding, table_of
 from shoal.linking import LOOPBACK
-from shoal.training.replicated import meeting_from, meeting_text
 
 TIMEOUT = 120.0
 _meetings = count()
@@ -79,9 +74,7 @@ class OwnLoop:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: ExchangeOptions, world: World | None
     ) -> None:
-        self._coordinator: Coordinator | None = None
-        self._servers: list[subprocess.Popen[bytes]] = []
-        self._shared: SharedFolder | None = None
+        self._place: MeetingPlace | None = None
         self._seat: Seat | None = None
         self._server: Server | None = None
         self._replicas = 1 if world is None else world.size
@@ -127,8 +120,8 @@ class OwnLoop:
             self._seat.ask({"ask": "farewell"})
         self._seat.leave()
         self._exchange.close()
-        coordinator = self._coordinator
-        if coordinator is not None:
+        if self._place is not None:
+            coordinator = self._place.coordinator
             with coordinator.changed:
                 coordinator.changed.wait_for(
                     lambda: len(coordinator.members) >= self._replicas and not coordinator.active(), timeout=TIMEOUT
@@ -141,15 +134,8 @@ class OwnLoop:
             self._seat.hang_up()
         if self._server is not None:
             self._server.close()
-        if self._coordinator is not None:
-            self._coordinator.close()
-        for process in self._servers:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-            process.kill()
-            process.wait()
-        if self._shared is not None:
-            self._shared.remove()
+        if self._place is not None:
+            self._place.close()
 
     def _meet(self, options: ExchangeOptions, world: World | None, replica: Replica, number: int) -> Seat:
         """Rank 0 opens the meeting place and tells the others where it is."""
@@ -162,31 +148,18 @@ class OwnLoop:
                 host = LOOPBACK if world.on_one_host else world.host
                 store = (world.host, world.port)
                 meeting = self._open(options, host, size, one_host=world.on_one_host, store=store)
-                table.set(key, meeting_text(meeting))
+                table.set(key, meeting.to_json())
             else:
-                meeting = meeting_from(table.get(key).decode())
-        return Seat(meeting, rank=0, ranks=1, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat)
+                meeting = Meeting.from_json(table.get(key).decode())
+        return Seat(meeting, rank=0, replica=number, pids=[os.getpid()], heartbeat=options.heartbeat)
 
     def _open(
         self, options: ExchangeOptions, host: str, size: int, *, one_host: bool, store: tuple[str, int] | None
     ) -> Meeting:
-        replicas = self._replicas
-        kind, servers = server_count(options, replicas, one_host=one_host, weight_bytes=size)
-        wanted = max(1, replicas - options.backups) if hasattr(options, "backups") else 0
-        self._shared = SharedFolder.create() if kind == "direct" else None
-        self._coordinator = coordinator = Coordinator(
-            heartbeat=options.heartbeat,
-            replicas=replicas,
-            servers=servers,
-            shared=self._shared,
-            wanted=wanted,
-            host=host,
-            welcome=lambda _: {"kind": kind, "servers": servers},
-        )
-        if kind == "processes":
-            self._servers = [start_server(coordinator.address, coordinator.token, number) for number in range(servers)]
-        shared = None if self._shared is None else self._shared.path
-        return Meeting(coordinator.address, coordinator.token, replicas, shared, store)
+        held = server_count(options, self._replicas, one_host=one_host, weight_bytes=size)
+        self._place = MeetingPlace(options, self._replicas, held, host=host, store=store)
+        self._place.start_servers()
+        return self._place.meeting
 
     def __enter__(self) -> Self:
         return self

@@ -43,9 +43,7 @@ def train_replica(
     transport = Transport()
     pids = [int(row[0]) for row in transport.gather_numbers([os.getpid()])]
     with StopSignal() as stop:  # the conductor decides what to do about it
-        seat = Seat(
-            meeting, rank=transport.rank, ranks=transport.world, replica=replica, pids=pids, heartbeat=options.heartbeat
-        )
+        seat = Seat(meeting, rank=transport.rank, replica=replica, pids=pids, heartbeat=options.heartbeat)
         welcome = _told(transport, seat)
         number = welcome["replica"]
         seat.live(number)

@@ -1,10 +1,7 @@
 """A run of several replicas, from its settings to its result: started here, or as ranks of a world that is there."""
 
-import json
 import os
 import socket
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +9,7 @@ from pathlib import Path
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError, PeerError, RunError
 from shoal.exchanges import Backup, Dasgd, Downpour, ExchangeOptions
-from shoal.exchanging import Meeting, SharedFolder, server_count, start_server
+from shoal.exchanging import Meeting, server_count
 from shoal.files import write_text_atomically
 from shoal.launching import Failure, Replicas, World, joined, table_of
 from shoal.linking import LOOPBACK
@@ -41,15 +38,12 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
     replicas = Replicas(
         config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
     )
-    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as (
-        conductor,
-        meeting,
-    ):
+    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as conductor:
         try:
             replicas.run(
                 train_replica,
                 config,
-                meeting,
+                conductor.meeting,
                 _checkpoint(resumed),
                 config.workers,
                 over=lambda: conductor.over,
@@ -81,20 +75,17 @@ def train_in_world(
             train_replica(config, meeting, _checkpoint(resumed), world.local_size or world.size, replica)
 
     if world.rank:
-        train(meeting_from(table.get(MEETING).decode()))
+        train(Meeting.from_json(table.get(MEETING).decode()))
         text = table.get(RESULT).decode()
         if not text:
             raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
         return RunResult.model_validate_json(text)
     host = LOOPBACK if world.on_one_host else socket.gethostbyname(world.host)
     store = (world.host, world.port)
-    with _conducting(config, resumed, listener, one_host=world.on_one_host, host=host, store=store) as (
-        conductor,
-        meeting,
-    ):
-        table.set(MEETING, meeting_text(meeting))
+    with _conducting(config, resumed, listener, one_host=world.on_one_host, host=host, store=store) as conductor:
+        table.set(MEETING, conductor.meeting.to_json())
         try:
-            train(meeting)
+            train(conductor.meeting)
             conductor.wait_for_all(LEAVE_SECONDS)
             result = conductor.ended()
         except BaseException as error:
@@ -108,7 +99,7 @@ def join_run(folder: Path) -> None:
     """Start one more replica on this host for the run whose folder this is, while it goes on."""
     path = RunFolder(folder).meeting
     try:
-        meeting = meeting_from(path.read_text(encoding="utf-8"))
+        meeting = Meeting.from_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(
             f"--join {str(folder)!r}: no run with replicas goes on there.",
@@ -135,50 +126,28 @@ def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, _: int) 
 @contextmanager
 def _conducting(
     config: TrainConfig, resumed: Path | None, listener: Listener, *, one_host: bool, host: str, store: tuple[str, int]
-) -> Iterator[tuple[Conductor, Meeting]]:
+) -> Iterator[Conductor]:
     """Everything that a run needs beside its replicas, for as long as it lasts."""
     options = _options(config)
     about, config = _look(config, options)
-    kind, servers = server_count(options, config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
+    held = server_count(options, config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
     past = _past(resumed, config)
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     write_text_atomically(folder.config, config.to_yaml())
-    shared = SharedFolder.create() if kind == "direct" else None
-    processes: list[subprocess.Popen[bytes]] = []
-    conductor = Conductor(
-        config, options, about, folder, listener, past, kind=kind, servers=servers, shared=shared, host=host
-    )
+    conductor = Conductor(config, options, about, folder, listener, past, held=held, host=host, store=store)
     try:
-        meeting = Meeting(
-            conductor.coordinator.address,
-            conductor.coordinator.token,
-            config.replicas,
-            None if shared is None else shared.path,
-            store,
-        )
-        _write_private(folder.meeting, meeting_text(meeting))
-        if kind == "processes":
-            processes += [start_server(meeting.address, meeting.token, number) for number in range(servers)]
-            for number, process in enumerate(processes):
-                threading.Thread(target=_watch_server, args=(process, number, conductor), daemon=True).start()
+        _write_private(folder.meeting, conductor.meeting.to_json())
+        conductor.start_servers()
         listener.started(about, folder)
         for warning in warnings(config, options):
             conductor.warn(warning)
-        yield conductor, meeting
+        yield conductor
         if conductor.result is not None:
             listener.finished(conductor.result, folder)
     finally:
         listener.ended()
         conductor.close()
         folder.meeting.unlink(missing_ok=True)
-        for process in processes:  # the end of the coordinator is theirs too
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if shared is not None:
-            shared.remove()
 
 
 def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainConfig]:
@@ -275,29 +244,8 @@ def _checkpoint(resumed: Path | None) -> Path | None:
     return None if resumed is None else RunFolder.open(resumed).checkpoint
 
 
-def _watch_server(process: "subprocess.Popen[bytes]", number: int, conductor: Conductor) -> None:
-    """Also one that ends before it could make itself known."""
-    process.wait()
-    conductor.server_ended(number)
-
-
 def _why(failure: Failure) -> str:
     return f"rank {failure.rank} {failure.what}"
-
-
-def meeting_text(meeting: Meeting) -> str:
-    """For a file or a table; `meeting_from` reads it."""
-    values = {**meeting.__dict__, "shared": None if meeting.shared is None else str(meeting.shared)}
-    return json.dumps(values)
-
-
-def meeting_from(text: str) -> Meeting:
-    """What `meeting_text` wrote."""
-    values = json.loads(text)
-    values["address"] = tuple(values["address"])
-    values["shared"] = None if values["shared"] is None else Path(values["shared"])
-    values["store"] = None if values["store"] is None else tuple(values["store"])
-    return Meeting(**values)
 
 
 def _write_private(path: Path, text: str) -> None:

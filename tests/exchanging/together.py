@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.exchanges import parse_exchange
-from shoal.exchanging import Coordinator, Exchange, Meeting, Replica, Seat, SharedFolder, join
+from shoal.exchanging import Exchange, Meeting, Replica, Seat, join
+from shoal.exchanging.coordinator import Coordinator
+from shoal.exchanging.serve import serve
 from shoal.exchanging.server import Server
+from shoal.exchanging.shared import SharedFolder
 from shoal.launching.group import store
 
 T = TypeVar("T")
@@ -72,14 +75,15 @@ def meeting(
     With `servers` behind links, else in shared memory where the exchange has any.
     """
     parsed = parse_exchange(name, options)
-    wanted = max(1, replicas - parsed.backups) if name == "backup" else 0  # type: ignore[attr-defined]
+    wanted = parsed.parts_of_batch(replicas) if name == "backup" else 0
     with ExitStack() as stack:
         kept = [Server() for _ in range(servers)]
         coordinator = Coordinator(heartbeat=parsed.heartbeat, replicas=replicas, servers=servers, wanted=wanted)
         stack.callback(coordinator.close)
         for number, server in enumerate(kept):
             stack.callback(server.close)
-            coordinator.add_server(number, server)
+            where_to = (server, coordinator.address, coordinator.token, number)
+            threading.Thread(target=serve, args=where_to, daemon=True).start()
         shared = SharedFolder.create() if not servers and name in ("downpour", "dasgd") else None
         if shared is not None:
             stack.callback(shared.remove)
@@ -102,7 +106,7 @@ def meeting(
         ) -> Side:
             model = network(kind, seed)
             optimizer = sgd(model, momentum, weight_decay)
-            seat = Seat(where, rank=0, ranks=1, replica=number, pids=[], heartbeat=parsed.heartbeat)
+            seat = Seat(where, rank=0, replica=number, pids=[], heartbeat=parsed.heartbeat)
             seat.live(number)
             exchange = join(parsed, Replica(dict(model.named_parameters()), optimizer), seat, number)
             exchange.begin(first=number == 0)
