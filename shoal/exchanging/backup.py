@@ -51,12 +51,12 @@ class Backup(Downpour):
             mine = [float(reply.get("counts", 0)), float(reply.get("version", 0))]
             counts, version = self.replica.transport.gather_numbers(mine)[0]
         if counts:
-            applied = self._exchange(self.replica.gradients(), rate, fetch=True)
+            applied = self._exchange(self.replica.gradients(), rate, into=self.replica.weights)
             self._version += 1
         else:
             applied = False
             self.tally.dropped += 1
-            self._exchange(None, rate, fetch=True, at_least=int(version))
+            self._exchange(None, rate, into=self.replica.weights, at_least=int(version))
             self._version = int(version)
         self.replica.spread()
         return applied

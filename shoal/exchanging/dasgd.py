@@ -4,7 +4,7 @@ Keeps       what `downpour` keeps; with sparse and decay off and momentum at the
             With `residual` nothing is lost: what was not pushed is added to the next gradient.
 Gives up    a replica's weights lag behind the servers' where a change was too small to be sent back.
 Costs       a push sends 8 bytes for each of `density` of the elements, and over links a fetch the same for the elements
-            that changed most; selecting costs about three passes over the gradient. One more copy of the gradient in
+            that changed most; selecting costs about five passes over the gradient. One more copy of the gradient in
             each replica (residual), one with momentum at the worker, and per replica one in the servers (what it has).
 Failure     as `downpour`; a replica that is lost takes its residual with it.
 """
@@ -56,7 +56,18 @@ class Dasgd(Downpour):
     def _gives_weights(self, number: int) -> bool:
         return self._remainders is None and super()._gives_weights(number)
 
-    def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
+    @property
+    def _takes_change(self) -> bool:
+        """Whether what is pushed is selected from weights and what they were, without a tensor for the difference."""
+        return self._remainders is not None and self._rule == "add"
+
+    def _own_values(self) -> list[Tensor]:
+        return self.replica.weights if self._takes_change else super()._own_values()
+
+    def _first_push(self, number: int, values: Sequence[Tensor], rate: float) -> Push:
         if self._remainders is None:
-            return super()._first_push(number, values, weights, rate)
-        return Push(self._remainders[number].take(values), self._versions[number], rate)
+            return super()._first_push(number, values, rate)
+        remainder = self._remainders[number]
+        if self._takes_change:
+            return Push(remainder.take_change(values, self._cut(self._mark)[number]), self._versions[number], rate)
+        return Push(remainder.take(values), self._versions[number], rate)

@@ -5,8 +5,8 @@ Keeps       one replica is plain SGD, bit for bit, at any n_sync (with the rule 
 Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness,
             measured); shards may be of different versions. The order of updates differs from run to run.
 Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside
-            the weights one more copy in each replica where n_push or n_fetch is over 1; the rule's state lives in the
-            servers.
+            the weights two more copies in each replica where n_push or n_fetch is over 1; the rule's state lives in
+            the servers.
 Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends
             the run, which can be resumed from its last checkpoint.
 
@@ -70,6 +70,8 @@ class Downpour(Exchange):
         """Weights as of the last push or fetch: what came since is this replica's own."""
         self._sums: list[Tensor] = []
         """Gradients since the last push, where servers want them and several make a push."""
+        self._changes: list[Tensor] = []
+        """Memory for how far weights came since `_mark`: new memory each time would cost more than the subtraction."""
 
     def begin(self, *, first: bool) -> None:
         for number, (shard, weights) in enumerate(zip(self._shards, self._cut(self.replica.weights), strict=True)):
@@ -82,7 +84,7 @@ class Downpour(Exchange):
                 self._versions[number] = shard.begin(on_host(weights), [on_host(kept) for kept in state])
             else:
                 self._versions[number] = shard.wait()
-        self._exchange(None, None, fetch=True)
+        self._exchange(None, None, into=self.replica.weights)
         self.replica.spread()
         if self._local:
             self._mark = [weight.clone() for weight in self.replica.weights]
@@ -103,7 +105,7 @@ class Downpour(Exchange):
         self.tally.steps += 1
         self._count += 1
         if not self._local:
-            applied = self._exchange(self._gradients(), rate, fetch=True)
+            applied = self._exchange(self._gradients(), rate, into=self.replica.weights)
             self.replica.spread()
             return applied
         if self._rule != "add" and self._sums:
@@ -134,7 +136,7 @@ class Downpour(Exchange):
             self._exchange_own(None, push=pending, fetch=True)
             self._count = 0
         else:
-            self._exchange(None, None, fetch=True)
+            self._exchange(None, None, into=self.replica.weights)
             self.replica.spread()
         if self._server_state is not None:
             for shard, kept in zip(self._shards, self._cut(self.replica.remembered(self._server_state)), strict=True):
@@ -148,39 +150,55 @@ class Downpour(Exchange):
     def _exchange_own(self, rate: float | None, *, push: bool, fetch: bool) -> bool:
         """Push what this replica did since its last push; fetch, and keep on top what it has not pushed."""
         weights = self.replica.weights
-        change = list(torch._foreach_sub(weights, self._mark)) if weights else []
-        kept = not push and self._count % self._push_every > 0
-        if self._sparse_back:  # servers send what changed since this replica last fetched
-            copy_all(weights, self._mark)
-        applied = self._exchange((change if self._rule == "add" else self._sums) if push else None, rate, fetch=fetch)
+        kept = self._change() if not push and self._count % self._push_every > 0 else []
+        # Changes only are changes of what this replica last fetched.
+        into, after = (self._mark, weights) if self._sparse_back else (weights, self._mark)
+        applied = self._exchange(self._own_values() if push else None, rate, into=into if fetch else None)
         if push and self._sums:
             torch._foreach_zero_(self._sums)
-        if push or fetch:
+        if fetch:
+            copy_all(after, into)
+        elif push:
             copy_all(self._mark, weights)
-        if kept and weights:
-            torch._foreach_add_(weights, change)
+        if kept:
+            torch._foreach_add_(weights, kept)
         if fetch:
             self.replica.spread()
         return applied
 
-    def _exchange(self, values: Sequence[Tensor] | None, rate: float | None, *, fetch: bool, at_least: int = 0) -> bool:
-        """Push `values`, unless there are none, and fetch this rank's weights, unless told not to.
+    def _own_values(self) -> list[Tensor]:
+        """What servers are told of the steps since the last push, at whatever rate these were made."""
+        return self._change() if self._rule == "add" else self._sums
 
-        At all shards at once.
-        """
+    def _change(self) -> list[Tensor]:
+        """How far this replica came since its last push or fetch."""
+        weights = self.replica.weights
+        self._changes = self._changes or [torch.empty_like(weight) for weight in weights]
+        for change, weight, mark in zip(self._changes, weights, self._mark, strict=True):
+            torch.sub(weight, mark, out=change)
+        return self._changes
+
+    def _exchange(
+        self,
+        values: Sequence[Tensor] | None,
+        rate: float | None,
+        *,
+        into: Sequence[Tensor] | None,
+        at_least: int = 0,
+    ) -> bool:
+        """Push `values` and fetch weights `into` these tensors, unless there are none; at all shards at once."""
         rate = self.replica.optimizer.param_groups[0]["lr"] if rate is None else rate
-        weights = self._cut(self.replica.weights)
+        fetched = [None] * len(self._shards) if into is None else self._cut(into)
         pushed = None if values is None else self._cut(values)
+        fetch = into is not None
         before = self._copy_now_and_then(fetch=fetch, push=pushed is not None)
         with self._waiting():
             for number, shard in enumerate(self._shards):
-                push = None if pushed is None else self._first_push(number, pushed[number], weights[number], rate)
+                push = None if pushed is None else self._first_push(number, pushed[number], rate)
                 shard.ask(push, fetch=fetch, at_least=at_least, whole=self._whole)
-            outcomes = [
-                self._finish(number, pushed, weights[number] if fetch else None, rate) for number in self._turns()
-            ]
-        if before is not None:
-            self.tally.spread = distance(before, self.replica.weights)
+            outcomes = [self._finish(number, pushed, fetched[number], rate) for number in self._turns()]
+        if before is not None and into is not None:
+            self.tally.spread = distance(before, into)
         return self._note(outcomes) if pushed is not None else True
 
     def _turns(self) -> Sequence[int]:
@@ -191,10 +209,11 @@ class Downpour(Exchange):
     def _gives_weights(self, number: int) -> bool:
         return self._rule == "add" and self._undisturbed[number] >= ALONE
 
-    def _first_push(self, number: int, values: Sequence[Tensor], weights: Sequence[Tensor], rate: float) -> Push:
+    def _first_push(self, number: int, values: Sequence[Tensor], rate: float) -> Push:
         """Whole weights where nobody came between for long: exact, where adding a change to old ones would round."""
         if self._gives_weights(number):
-            return Push(on_host([weight.clone() for weight in weights]), self._versions[number], rate, "weights")
+            own = [weight.clone() for weight in self._cut(self.replica.weights)[number]]
+            return Push(on_host(own), self._versions[number], rate, "weights")
         return Push(on_host(values), self._versions[number], rate)
 
     def _finish(

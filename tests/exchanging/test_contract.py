@@ -175,10 +175,13 @@ def test_all_switches_off_is_downpour_to_the_bit(servers: int) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("momentum_at", ["worker", "server"])
 @pytest.mark.parametrize("sparse", ["sampled", "topk", "threshold"])
-def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(sparse: str, momentum_at: str) -> None:
-    options = {"sparse": sparse, "density": 0.05, "momentum_at": momentum_at, "threshold": 1e-3, "n_sync": 1}
+def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(
+    sparse: str, momentum_at: str, period: int
+) -> None:
+    options = {"sparse": sparse, "density": 0.05, "momentum_at": momentum_at, "threshold": 1e-3, "n_sync": period}
     with meeting("dasgd", 2, servers=2, **options) as (side, _):
         pair = sides(side, 2)
         for number in range(12):
@@ -186,7 +189,7 @@ def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(sparse
         apart = torch.linalg.vector_norm(pair[0].weights() - pair[1].weights())
         assert 0 < apart < torch.linalg.vector_norm(pair[0].weights())
         for _ in range(60):  # without new gradients the small changes come through, too
-            pair[0].exchange._exchange(None, 0.0, fetch=True)  # type: ignore[attr-defined]
+            pair[0].exchange._settle()  # type: ignore[attr-defined]
         pair[1].exchange.settle()
         assert torch.equal(pair[0].weights(), pair[1].weights())
 

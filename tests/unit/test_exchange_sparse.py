@@ -1,6 +1,7 @@
 """Sparse pushes: the large elements go, nothing is lost, and both sides know what the other has."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -74,6 +75,20 @@ def test_sent_and_left_are_all_there_is(selector: Selector, sizes: list[int], ze
             assert not ((sent.dense() != 0) & (left != 0)).any()
 
 
+@given(selectors, sizes, st.booleans(), st.integers(0, 99))
+@few
+def test_a_change_is_taken_as_its_difference(selector: Selector, sizes: list[int], residual: bool, seed: int) -> None:
+    selector = replace(selector, residual=residual)
+    whole, blockwise = (Remainder(selector, [torch.empty(size) for size in sizes]) for _ in range(2))
+    for step in range(2):
+        now, then = ([normal(size, 2 * seed + step + part) for size in sizes] for part in (0, 1))
+        expected = whole.take([a - b for a, b in zip(now, then, strict=True)])
+        for one, other in zip(blockwise.take_change(now, then), expected, strict=True):
+            assert torch.equal(one.indices, other.indices)
+            assert torch.equal(one.values, other.values)
+        assert all(torch.equal(a, b) for a, b in zip(blockwise.left, whole.left, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_residual_what_is_not_sent_is_lost(kind: Kind) -> None:
     remainder = Remainder(Selector(kind=kind, threshold=2.0, residual=False), [torch.empty(5000)])
@@ -112,7 +127,10 @@ def test_a_sample_is_not_one_column_of_a_matrix() -> None:
 @few
 def test_a_sample_is_spread_over_all_elements(size: int, wanted: int) -> None:
     places = sparse._sample(size, wanted)
-    assert len(places) == (size if size <= 2 * wanted else wanted)
+    assert (places is None) == (size <= 2 * wanted)
+    if places is None:
+        return
+    assert len(places) == wanted
     assert (places.diff() > 0).all()
     assert 0 <= places[0] <= places[-1] < size
     assert (places.diff() <= 2 * math.ceil(size / wanted)).all()
@@ -129,7 +147,9 @@ def test_topk_are_the_largest(size: int, density: float, zeros: float, seed: int
 
 def test_topk_are_the_largest_when_the_sample_misleads() -> None:
     values, density = normal(200_000, seed=0), 0.01
-    values[sparse._sample(len(values), round(sparse.SAMPLED_HITS / (2 * density)))] *= 1000
+    places = sparse._sample(len(values), round(sparse.SAMPLED_HITS / (2 * density)))
+    assert places is not None
+    values[places] *= 1000
     found = values[selected("topk", values, density)].abs().sort(descending=True).values
     assert torch.equal(found, values.abs().topk(2000).values)
 
