@@ -48,6 +48,7 @@ SETTINGS = [
     "0.5",
 ]
 LONG = ["--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000"]
+SAVING = ["--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50"]
 
 
 @pytest.fixture
@@ -249,21 +250,7 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
     shoal: Shoal, mine: list[str], tmp_path: Path
 ) -> None:
     options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=processes"]
-    run = begin(
-        tmp_path,
-        "shoal",
-        "train",
-        *mine,
-        "--epochs",
-        "4000",
-        "--eval-every",
-        "50",
-        "--checkpoint-every",
-        "50",
-        *options,
-        "--out",
-        "run",
-    )
+    run = begin(tmp_path, "shoal", "train", *mine, *SAVING, *options, "--out", "run")
     out = tmp_path / "run"
     try:
         wait_for(lambda: (out / "checkpoint.pt").exists(), run)
@@ -284,22 +271,7 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
 def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(
     shoal: Shoal, mine: list[str], tmp_path: Path
 ) -> None:
-    run = begin(
-        tmp_path,
-        "shoal",
-        "train",
-        *mine,
-        "--epochs",
-        "4000",
-        "--eval-every",
-        "50",
-        "--checkpoint-every",
-        "50",
-        "--replicas",
-        "2",
-        "--out",
-        "run",
-    )
+    run = begin(tmp_path, "shoal", "train", *mine, *SAVING, "--replicas", "2", "--out", "run")
     out = tmp_path / "run"
     try:
         wait_for(lambda: (out / "checkpoint.pt").exists(), run)

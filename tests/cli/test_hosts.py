@@ -1,0 +1,148 @@
+"""Replicas on two hosts, which are network namespaces of this test: what works on one host works between them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.common.hosts import DEVICE, Host, two_hosts
+from tests.cli.test_exchange import LONG, goes_on, lines, mine, under_way, wait_for
+from tests.cli.test_train import result_of
+
+__all__ = ["mine"]
+
+
+def _may_make_hosts() -> bool:
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    name = f"shoal-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    return made
+
+
+pytestmark = [
+    pytest.mark.skipif(not _may_make_hosts(), reason="needs iproute2 and the right to make network namespaces"),
+    pytest.mark.timeout(300),
+]
+
+Start = Callable[..., "list[subprocess.Popen[str]]"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts("1gbit") as found:
+        yield found
+
+
+@pytest.fixture
+def start(hosts: list[Host], tmp_path: Path) -> Iterator[Start]:
+    """`shoal train ARGUMENTS` on both hosts, as torchrun would start it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> "list[subprocess.Popen[str]]":
+        for rank, host in enumerate(hosts):
+            world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29_411}
+            variables = {name: str(value) for name, value in world.items()}
+            where = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": host.device, "NO_COLOR": "1"}
+            command = [*host.prefix, sys.executable, "-m", "shoal", "train", *arguments]
+            started.append(
+                subprocess.Popen(
+                    command,
+                    cwd=tmp_path,
+                    env={**os.environ, **variables, **where},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return started
+
+    yield run
+    families = [psutil.Process(one.pid).children(recursive=True) for one in started if one.poll() is None]
+    for one in started:
+        one.kill()
+        one.communicate()
+    _, alive = psutil.wait_procs([child for family in families for child in family], timeout=10)
+    assert not alive
+
+
+def only_thorough(config: pytest.Config) -> None:
+    if not config.getoption("--thorough"):
+        pytest.skip("other cases have the same links; all of them with --thorough")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["downpour"],
+        ["downpour", "servers=threads,n_sync=2"],
+        ["dasgd", "density=0.1,n_sync=1"],
+        ["backup", "backups=0"],
+        ["allreduce"],
+    ],
+    ids="-".join,
+)
+def test_replicas_on_two_hosts_train_together(
+    start: Start, mine: list[str], tmp_path: Path, options: list[str], pytestconfig: pytest.Config
+) -> None:
+    if options[0] not in ("dasgd", "allreduce"):
+        only_thorough(pytestconfig)
+    name, *more = options
+    chosen = ["--exchange", name, *(["--exchange-options", more[0]] if more else [])]
+    runs = start(*mine, "--epochs", "3", "--replicas", "2", *chosen, "--out", "run")
+    for one in runs:
+        printed = one.communicate(timeout=120)
+        assert one.returncode == 0, printed
+    result = result_of(tmp_path / "run")
+    assert (result["samples"], result["replicas"], result["exchange"]) == (240, 2, name)
+    each = result["exchanged"]["replicas"]
+    assert all(each[number]["steps"] > 0 and each[number]["sent_bytes"] > 0 for number in "01")
+    assert result["test_accuracy"] > 0.5
+
+
+def pull_the_cable(host: Host, *, pulled: bool) -> None:
+    subprocess.run([*host.prefix, "ip", "link", "set", DEVICE, "down" if pulled else "up"], check=True)
+
+
+@pytest.mark.parametrize("servers", ["processes", "threads"])
+def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody(
+    start: Start, hosts: list[Host], mine: list[str], tmp_path: Path, servers: str, pytestconfig: pytest.Config
+) -> None:
+    if servers == "threads":
+        only_thorough(pytestconfig)
+    # In threads: one server, on the host that stays.
+    options = ["--exchange", "downpour", "--exchange-options", f"heartbeat=1,servers={servers},shards=1"]
+    first, second = start(*mine, *LONG, "--replicas", "2", *options, "--out", "run")
+    out = tmp_path / "run"
+    wait_for(under_way(out, [0, 1]), first)
+
+    second.send_signal(signal.SIGSTOP)
+    wait_for(lambda: len(lines(out, "frozen")) == 1, first)
+    goes_on(out, first)
+    second.send_signal(signal.SIGCONT)
+    wait_for(lambda: len(lines(out, "back")) == 1, first)
+    wait_for(under_way(out, [0, 1]), first)
+
+    pull_the_cable(hosts[1], pulled=True)
+    wait_for(lambda: len(lines(out, "frozen")) == 2, first)
+    goes_on(out, first)
+    pull_the_cable(hosts[1], pulled=False)
+    wait_for(lambda: len(lines(out, "back")) == 2, first)
+    wait_for(under_way(out, [0, 1]), first)
+
+    second.kill()
+    wait_for(lambda: lines(out, "lost"), first)
+    goes_on(out, first)
+    assert lines(out, "steps")[-1]["active"] == [0]
+    first.send_signal(signal.SIGINT)
+    printed = first.communicate(timeout=60)
+    assert "replica 1 was lost" in printed[0]
+    assert "--resume" in printed[1]
