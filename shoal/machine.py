@@ -22,6 +22,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_each(asked: int | None, ranks_here: int) -> int:
+    """Threads of each of the ranks that share this host: what the user asked for, or an equal share of the cores."""
+    return asked or max(1, cores() // ranks_here)
+
+
 def peak_resident_bytes() -> int:
     """Largest resident size of this process so far."""
     if sys.platform == "win32":

@@ -21,7 +21,7 @@ from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_p
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
-from shoal.machine import cores
+from shoal.machine import threads_each
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel
@@ -103,15 +103,11 @@ def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: 
         asked = config.workers if "workers" in config.model_fields_set else None
         world.workers(asked)
         with joined(world, timeout=config.timeout):
-            torch.set_num_threads(_threads(config, world.local_size or world.size))
+            torch.set_num_threads(threads_each(config.threads, world.local_size or world.size))
             return function(config, progress)
-    threads = _threads(config, config.workers)
+    threads = threads_each(config.threads, config.workers)
     found = run(function, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
     return found[0]
-
-
-def _threads(config: ProfileConfig, ranks_here: int) -> int:
-    return config.threads or max(1, cores() // ranks_here)
 
 
 def _choose(config: PlanConfig, progress: Progress) -> Report:

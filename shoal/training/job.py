@@ -14,7 +14,7 @@ from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.errors import ConfigError, ModelError
-from shoal.machine import cores
+from shoal.machine import threads_each
 from shoal.training.network import Network, on_one_device
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -51,7 +51,7 @@ def prepare(
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
     this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
     """
-    threads = config.threads or max(1, cores() // (ranks_here or config.workers))
+    threads = threads_each(config.threads, ranks_here or config.workers)
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)

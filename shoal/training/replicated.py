@@ -13,7 +13,7 @@ from shoal.exchanging import Meeting, server_count
 from shoal.files import write_text_atomically
 from shoal.launching import Failure, Replicas, World, joined, table_of
 from shoal.linking import LOOPBACK
-from shoal.machine import cores
+from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -33,7 +33,7 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
     """Start all replicas on this host and conduct them."""
     options = _options(config)
     each = config.workers // config.replicas
-    threads = config.threads or max(1, cores() // config.workers)
+    threads = threads_each(config.threads, config.workers)
     config = config.model_copy(update={"threads": threads})
     replicas = Replicas(
         config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
@@ -112,7 +112,7 @@ def join_run(folder: Path) -> None:
             f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one."
         )
     each = config.workers // config.replicas
-    threads = config.threads or max(1, cores() // config.workers)
+    threads = threads_each(config.threads, config.workers)
     replicas = Replicas(1, each, threads=threads, timeout=config.timeout, device="cpu", survives=False)
     replicas.run(
         _train_late, config, meeting, config.workers, over=lambda: False, on_stop=lambda: None, on_lost=lambda *_: None

@@ -12,7 +12,7 @@ from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError
 from shoal.files import write_text_atomically
 from shoal.launching import joined, run, surrounding
-from shoal.machine import cores
+from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -90,7 +90,7 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
         resumed,
         listener,
         workers=config.workers,
-        threads=config.threads or max(1, cores() // config.workers),
+        threads=threads_each(config.threads, config.workers),
         timeout=config.timeout,
         device=_kind_of_device(config, config.workers),
     )

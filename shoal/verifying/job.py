@@ -10,7 +10,7 @@ from shoal import data, planning, zoo
 from shoal.config import VerifyConfig
 from shoal.errors import ConfigError
 from shoal.launching import joined, run, surrounding
-from shoal.machine import cores
+from shoal.machine import threads_each
 from shoal.verdict import Verdict
 from shoal.verifying.verify import Progress, try_out, verify
 
@@ -49,20 +49,16 @@ def start(config: VerifyConfig, progress: Progress | None = None) -> Verdict:
         asked = config.workers if "workers" in config.model_fields_set else None
         config = config.model_copy(update={"workers": world.workers(asked)})
         with joined(world, timeout=config.timeout):
-            torch.set_num_threads(_threads(config, world.local_size or world.size))
+            torch.set_num_threads(threads_each(config.threads, world.local_size or world.size))
             return on_rank(config, progress)
     model, x, _ = _prepare(config)
     try_out(model, x, dtype=getattr(torch, config.dtype), seed=config.seed, name=config.model)
     if config.workers == 1:
-        torch.set_num_threads(_threads(config, 1))
+        torch.set_num_threads(threads_each(config.threads, 1))
         return on_rank(config, progress)
-    threads = _threads(config, config.workers)
+    threads = threads_each(config.threads, config.workers)
     verdicts = run(on_rank, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
     return verdicts[0]
-
-
-def _threads(config: VerifyConfig, ranks_here: int) -> int:
-    return config.threads or max(1, cores() // ranks_here)
 
 
 def on_rank(config: VerifyConfig, progress: Progress | None) -> Verdict:
