@@ -48,6 +48,8 @@ STUDIES = {
         Row("backup, 2 + 1", _exchange("backup", "backups=1", 3)),
         Row("downpour", _exchange("downpour")),
         Row("dasgd", _exchange("dasgd")),
+        Row("downpour over links, n_sync 4", _exchange("downpour", "servers=processes,n_sync=4")),
+        Row("dasgd over links, n_sync 4", _exchange("dasgd", "servers=processes")),
     ],
     "dasgd": [
         Row("one worker", ("--workers", "1")),
