@@ -20,6 +20,8 @@ _TOLD = {
     "frozen": "replica {} gives no sign of life; the others go on with its batches",
     "back": "replica {} is back",
     "server lost": "server {} was lost",
+    "server frozen": "server {} gives no sign of life; all replicas wait for it, for two minutes at most",
+    "server back": "server {} is back",
 }
 """What people want to hear of replicas; that they came and left as expected is not news."""
 

@@ -1,10 +1,11 @@
 """Who takes part in a run: replicas that come, go, freeze and die, and the servers they find through here.
 
-    replica's first rank ──ask──▶ Coordinator ◀──pulse── every rank        server ◀──needs── Coordinator
+    replica's first rank ──ask──▶ Coordinator ◀──pulse── every rank and server      server ◀──needs── Coordinator
 
 Every rank keeps a pulse: a link on which it says that it lives. A rank that dies closes its link, which is seen at
 once; a rank that is frozen is silent for `heartbeat` seconds. Either takes its whole replica out; a frozen one that
-wakes is back. The coordinator must outlive the run: it lives in the process that started it.
+wakes is back. Servers that are processes keep one too: a frozen one holds up all replicas, so people are told.
+The coordinator must outlive the run: it lives in the process that started it.
 """
 
 import os
@@ -27,7 +28,7 @@ SERVER_SECONDS = 60.0
 FAREWELL_SECONDS = 120.0
 """What the others have to finish before a replica leaves whose threads they need."""
 
-What = Literal["joined", "lost", "frozen", "back", "left", "server lost"]
+What = Literal["joined", "lost", "frozen", "back", "left", "server lost", "server frozen", "server back"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Event:
     who: int
     when: float
     """Wall clock."""
+
+    @property
+    def of_server(self) -> bool:
+        """Whether `who` is a server's number, not a replica's."""
+        return self.what.startswith("server")
 
 
 @dataclass
@@ -262,13 +268,26 @@ class Coordinator:
     # Servers
 
     def _keep_server(self, link: Link, hello: Mapping[str, Any]) -> None:
+        link.send({"heartbeat": self._heartbeat})
         with self.changed:
             self._servers[hello["number"]] = (link, tuple(hello["address"]), hello["token"])
             if self._tickets is not None:
                 self._tell_servers(self._tickets.needs())
             self.changed.notify_all()
+        link.timeout = self._heartbeat
+        frozen = False
         try:
-            link.receive()  # it has nothing to say: this ends when it does
+            while True:
+                try:
+                    link.receive()
+                except LinkSilent:
+                    silent = True
+                else:
+                    silent = False
+                if silent != frozen:
+                    frozen = silent
+                    with self.changed:
+                        self._tell("server frozen" if frozen else "server back", hello["number"])
         except LinkLost:
             with self.changed:
                 if not self._closing:

@@ -1,6 +1,5 @@
 """From options and a meeting point to one rank's side of an exchange."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +15,7 @@ from shoal.exchanging.base import Exchange
 from shoal.exchanging.dasgd import Dasgd
 from shoal.exchanging.downpour import Downpour
 from shoal.exchanging.meeting import Meeting
+from shoal.exchanging.pulse import Pulse
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.server import LocalShard, RemoteShard, Server, ShardClient, Terms
 from shoal.exchanging.shards import Slice, spread
@@ -23,8 +23,6 @@ from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.sparse import Selector
 from shoal.linking import JSON, Frame, Link, LinkLost, connect, own_address
 
-BEATS = 4
-"""Signs of life within one heartbeat."""
 SHARD_ELEMENTS = 1 << 20
 """In shared memory: weights per shard, unless told otherwise, so that replicas rarely wait for the same one."""
 MOST_SHARDS = 16
@@ -44,16 +42,13 @@ class Seat:
             self._link = connect(meeting.address, meeting.token, hello, name="the coordinator")
             self.welcome = self._link.receive().head
         self._heartbeat = heartbeat
-        self._pulse: Link | None = None
-        self._quiet = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._living: tuple[Link, Pulse] | None = None
 
     def live(self, replica: int) -> None:
         """Begin to give signs of life as a rank of `replica`."""
         hello: dict[str, JSON] = {"as": "pulse", "replica": replica, "rank": self.rank}
-        self._pulse = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
-        self._thread = threading.Thread(target=self._beat, name="shoal-pulse", daemon=True)
-        self._thread.start()
+        link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+        self._living = link, Pulse(link, self._heartbeat)
 
     def ask(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> Frame:
         """The coordinator's answer; only the first rank of a replica asks."""
@@ -75,31 +70,25 @@ class Seat:
 
     def leave(self) -> None:
         """Say goodbye and close the links."""
-        self._quiet.set()
         if self._link is not None:
             with suppress(LinkLost):
                 self.ask({"ask": "leave"})
             self._link.close()
-        if self._pulse is not None:
+        if self._living is not None:
+            link, pulse = self._living
             with suppress(LinkLost):
-                self._pulse.send({"bye": True})
-            self._pulse.close()
-        if self._thread is not None:
-            self._thread.join(1.0)
+                link.send({"bye": True})
+            link.close()
+            pulse.stop()
 
     def hang_up(self) -> None:
         """Close the links without a word, if `leave` has not yet: the coordinator takes it for a loss."""
-        self._quiet.set()
-        for link in (self._link, self._pulse):
-            if link is not None:
-                link.close()
-
-    def _beat(self) -> None:
-        while self._pulse is not None and not self._quiet.wait(self._heartbeat / BEATS):
-            try:
-                self._pulse.send({})
-            except LinkLost:
-                return  # whoever asks next is told
+        if self._link is not None:
+            self._link.close()
+        if self._living is not None:
+            link, pulse = self._living
+            link.close()
+            pulse.stop()
 
 
 def join(options: exchanges.ExchangeOptions, replica: Replica, seat: Seat, number: int) -> Exchange:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from shoal.exchanging.pulse import Pulse
 from shoal.exchanging.server import Server
 from shoal.linking import JSON, Address, LinkLost, connect, own_address
 
@@ -45,10 +46,14 @@ def serve(server: Server, coordinator: Address, token: str, number: int) -> None
         "token": server.token,
     }
     link = connect(coordinator, token, hello, name="the coordinator")
+    pulse = None
     try:
+        pulse = Pulse(link, link.receive().head["heartbeat"])
         while True:
             head = link.receive().head
             server.need(dict(head["needs"]), head["then"])
     except LinkLost:
         link.close()
+        if pulse is not None:
+            pulse.stop()
         server.close()

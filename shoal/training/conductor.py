@@ -432,9 +432,8 @@ class Conductor:
     def _on_event(self, event: Event) -> None:
         self._history.append(event)
         seconds = time.perf_counter() - self._begun if self._started else 0.0
-        self._write(
-            event=event.what.replace(" ", "_"), replica=event.who, step=self._budget.counted, wall_seconds=seconds
-        )
+        who = {"server" if event.of_server else "replica": event.who}
+        self._write(event=event.what.replace(" ", "_"), **who, step=self._budget.counted, wall_seconds=seconds)
         if event.what in ("lost", "frozen", "left"):
             self._budget.lose(event.who)
             if self._testing is not None and self._testing[0] == event.who:

@@ -268,6 +268,27 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
     assert result_of(out)["samples"] == int(epochs) * 80
 
 
+def test_a_server_that_freezes_is_told_of_and_goes_on_when_it_wakes(mine: list[str], tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=processes,heartbeat=1"]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, *options, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        (server,) = servers_of(run)
+        server.suspend()
+        assert wait_for(lambda: server.status() == psutil.STATUS_STOPPED, run)
+        assert wait_for(lambda: lines(out, "server_frozen"), run)[0]["server"] == 0
+        server.resume()
+        wait_for(lambda: lines(out, "server_back"), run)
+        goes_on(out, run)
+        assert lines(out, "steps")[-1]["active"] == [0, 1]
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert "server 0 gives no sign of life" in printed[0]
+
+
 def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(
     shoal: Shoal, mine: list[str], tmp_path: Path
 ) -> None:

@@ -288,11 +288,12 @@ def test_a_late_replica_begins_with_the_common_weights() -> None:
 def test_a_silent_replica_is_frozen_and_comes_back() -> None:
     with meeting("downpour", 1, heartbeat=0.3) as (side, coordinator):
         one = side(0)
-        one.seat._quiet.set()  # its pulse stops
+        assert one.seat._living is not None
+        link, pulse = one.seat._living
+        pulse.stop()
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: not coordinator.active(), timeout=5)
-        assert one.seat._pulse is not None
-        one.seat._pulse.send({})
+        link.send({})
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: coordinator.active() == [0], timeout=5)
         assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]
