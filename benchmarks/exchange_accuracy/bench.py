@@ -8,8 +8,8 @@
 dasgd: ablation, cold start. periods: clients x n_sync, cold and warm (Paine). modes: sync, async, mixed; 1 and 2
 servers (Campos).
 
-Every row is first tuned: short runs over a grid of learning rates on a seed that is not reported, the best of which is
-then run on the seeds. All runs go through the command line; what is printed comes from their result.json and
+Every row is first tuned, unless one rate is given: short runs over a grid of learning rates on a seed that is not
+reported, the best of which is then run on the seeds. All runs go through the command line; what is printed comes from their result.json and
 metrics.jsonl.
 """
 
@@ -123,14 +123,7 @@ def main() -> None:
     for row in STUDIES[args.study]:
         if args.rows and row.name not in args.rows.split(";"):
             continue
-        tried = {
-            rate: _run(
-                [*common, *row.options, "--lr", rate, "--epochs", str(args.tuning_epochs), "--seed", str(TUNING_SEED)]
-            )
-            for rate in args.rates.split(",")
-        }
-        shown = ", ".join(f"{rate}: {_accuracy(one)}" for rate, one in tried.items())
-        rate = max(tried, key=lambda one: -1.0 if tried[one] is None else tried[one]["test_accuracy"])  # type: ignore[index]
+        rate, shown = _tuned([*common, *row.options], args.rates.split(","), args.tuning_epochs)
         runs = [
             _run([*common, *row.options, "--lr", rate, "--epochs", str(args.epochs), "--seed", str(seed)])
             for seed in range(args.seeds)
@@ -152,6 +145,17 @@ def main() -> None:
             f"| {_dropped(done)} | {len(runs) - len(done)} |",
             flush=True,
         )
+
+
+def _tuned(options: list[str], rates: list[str], epochs: int) -> tuple[str, str]:
+    """The best rate by short runs, and what these gave; the only one, if there is one."""
+    if len(rates) == 1:
+        return rates[0], "not tuned"
+    tried = {
+        rate: _run([*options, "--lr", rate, "--epochs", str(epochs), "--seed", str(TUNING_SEED)]) for rate in rates
+    }
+    shown = ", ".join(f"{rate}: {_accuracy(one)}" for rate, one in tried.items())
+    return max(rates, key=lambda rate: (tried[rate] or {"test_accuracy": -1.0})["test_accuracy"]), shown
 
 
 def _run(options: list[str]) -> dict[str, Any] | None:
