@@ -9,8 +9,8 @@ dasgd: ablation, cold start. periods: clients x n_sync, cold and warm (Paine). m
 servers (Campos).
 
 Every row is first tuned, unless one rate is given: short runs over a grid of learning rates on a seed that is not
-reported, the best of which is then run on the seeds. All runs go through the command line; what is printed comes from their result.json and
-metrics.jsonl.
+reported, the best of which is then run on the seeds. All runs go through the command line; what is printed comes from
+their result.json and metrics.jsonl.
 """
 
 import argparse
