@@ -27,7 +27,8 @@ class ExchangeOptions(BaseModel):
     """Whether training goes on when a replica is lost."""
 
     heartbeat: float = Field(default=5.0, gt=0)
-    """Seconds without a sign of life after which a replica counts as frozen and its batches go to others."""
+    """Seconds without a sign of life after which a replica counts as frozen and its batches go to others; and after
+    which people are told of a server that is frozen."""
 
     def parts_of_batch(self, replicas: int) -> int:
         """Replicas whose gradients make up one batch."""

@@ -23,7 +23,7 @@ _TOLD = {
     "server frozen": "server {} gives no sign of life; all replicas wait for it, for two minutes at most",
     "server back": "server {} is back",
 }
-"""What people want to hear of replicas; that they came and left as expected is not news."""
+"""What people want to hear of replicas and servers; that they came and left as expected is not news."""
 
 
 def progress_for_people() -> Listener:

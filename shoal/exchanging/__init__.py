@@ -8,8 +8,8 @@ One file per exchange, each of which opens with what it promises:
     dasgd       the same, sparse             dasgd.py, sparse.py
 
 `shards.py` cuts the weights, `rules.py` steps, `held.py` is a shard, in shared memory (`shared.py`) or behind a server
-(`server.py`, `serve.py`); `coordinator.py` knows who takes part, `meeting.py` is where they meet; `joining.py` puts one
-rank's side together.
+(`server.py`, `serve.py`); `coordinator.py` knows by everybody's `pulse.py` who takes part, `meeting.py` is where they
+meet; `joining.py` puts one rank's side together.
 """
 
 from shoal.exchanging.base import Exchange, Tally

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from shoal.errors import PeerError
 from shoal.exchanging.shared import SharedFolder
 from shoal.exchanging.tickets import Tickets
-from shoal.linking import Address, Door, Frame, Link, LinkLost, LinkSilent
+from shoal.linking import Address, Door, Frame, Link, LinkError, LinkLost, LinkSilent
 
 SERVER_SECONDS = 60.0
 """What servers have to start."""
@@ -76,7 +76,7 @@ class Coordinator:
         shared: SharedFolder | None = None,
         wanted: int = 0,
         host: str = "127.0.0.1",
-        welcome: Callable[[int], Mapping[str, Any]] = lambda _: {},
+        welcome: Mapping[str, Any] | None = None,
         answer: Answer | None = None,
         on_event: Callable[[Event], None] = lambda _: None,
         on_error: Callable[[Exception], None] | None = None,
@@ -88,7 +88,7 @@ class Coordinator:
         self._shared = shared
         self._servers: dict[int, tuple[Link | None, Address, str]] = {}
         self._tickets = Tickets(wanted) if wanted else None
-        self._welcome, self._answer, self._on_event = welcome, answer, on_event
+        self._welcome, self._answer, self._on_event = welcome or {}, answer, on_event
         self._closing = False
         self._resting: set[int] = set()
         self.errors: list[Exception] = []
@@ -153,7 +153,7 @@ class Coordinator:
                 number, late = max(self._replicas - 1, *self.members, 0) + 1, True
             member = self.members[number] = Member(number, link, tuple(hello["pids"]))
             self._tell("joined", number)
-        link.send({"replica": number, "late": late, **self._welcome(number)})
+        link.send({"replica": number, "late": late, **self._welcome})
         try:
             while True:
                 frame = link.receive()
@@ -310,5 +310,5 @@ class Coordinator:
         of_versions, then = needs
         for server, _, _ in self._servers.values():
             if server is not None:
-                with suppress(LinkLost):  # told by the thread that listens to it
+                with suppress(LinkError):  # told by the thread that listens to it, and told again when it is back
                     server.send({"needs": [[version, need] for version, need in of_versions.items()], "then": then})

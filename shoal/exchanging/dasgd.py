@@ -59,7 +59,7 @@ class Dasgd(Downpour):
     @property
     def _takes_change(self) -> bool:
         """Whether what is pushed is selected from weights and what they were, without a tensor for the difference."""
-        return self._remainders is not None and self._rule == "add"
+        return self._rule == "add" and any(one.selector.residual for one in self._remainders or ())
 
     def _own_values(self) -> list[Tensor]:
         return self.replica.weights if self._takes_change else super()._own_values()
@@ -68,6 +68,7 @@ class Dasgd(Downpour):
         if self._remainders is None:
             return super()._first_push(number, values, rate)
         remainder = self._remainders[number]
-        if self._takes_change:
-            return Push(remainder.take_change(values, self._cut(self._mark)[number]), self._versions[number], rate)
-        return Push(remainder.take(values), self._versions[number], rate)
+        taken = (
+            remainder.take_change(values, self._mark_parts[number]) if self._takes_change else remainder.take(values)
+        )
+        return Push([one.on_host() for one in taken], self._versions[number], rate)

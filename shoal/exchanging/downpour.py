@@ -5,8 +5,8 @@ Keeps       one replica is plain SGD, bit for bit, at any n_sync (with the rule 
 Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness,
             measured); shards may be of different versions. The order of updates differs from run to run.
 Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside
-            the weights two more copies in each replica where n_push or n_fetch is over 1; the rule's state lives in
-            the servers.
+            the weights one to three more copies in each replica that takes steps of its own (n_push or n_fetch over 1,
+            or rule=add); the rule's state lives in the servers.
 Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends
             the run, which can be resumed from its last checkpoint.
 
@@ -52,6 +52,9 @@ class Downpour(Exchange):
         super().__init__(replica)
         self._slices = [slices for slices, _ in shards]
         self._shards = [shard for _, shard in shards]
+        self._own_parts = self._cut(replica.weights)
+        self._mark_parts: list[list[Tensor]] = []
+        """The same of `_mark`."""
         self._rule, self._server_momentum = rule, server_momentum
         self._push_every, self._fetch_every = push_every, fetch_every
         self._local = push_every > 1 or fetch_every > 1 or rule == "add"
@@ -88,6 +91,7 @@ class Downpour(Exchange):
         self.replica.spread()
         if self._local:
             self._mark = [weight.clone() for weight in self.replica.weights]
+            self._mark_parts = self._cut(self._mark)
             if self._rule != "add":
                 self._sums = [torch.zeros_like(weight) for weight in self.replica.weights]
 
@@ -197,7 +201,7 @@ class Downpour(Exchange):
                 push = None if pushed is None else self._first_push(number, pushed[number], rate)
                 shard.ask(push, fetch=fetch, at_least=at_least, whole=self._whole)
             outcomes = [self._finish(number, pushed, fetched[number], rate) for number in self._turns()]
-        if before is not None and into is not None:
+        if before is not None and into is not None:  # the second for the type checker
             self.tally.spread = distance(before, into)
         return self._note(outcomes) if pushed is not None else True
 
@@ -212,8 +216,8 @@ class Downpour(Exchange):
     def _first_push(self, number: int, values: Sequence[Tensor], rate: float) -> Push:
         """Whole weights where nobody came between for long: exact, where adding a change to old ones would round."""
         if self._gives_weights(number):
-            own = [weight.clone() for weight in self._cut(self.replica.weights)[number]]
-            return Push(on_host(own), self._versions[number], rate, "weights")
+            own = on_host([weight.clone() for weight in self._own_parts[number]])
+            return Push(own, self._versions[number], rate, "weights")
         return Push(on_host(values), self._versions[number], rate)
 
     def _finish(

@@ -6,7 +6,9 @@ One process opens a `MeetingPlace` and tells the others its `Meeting`; they take
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -19,7 +21,7 @@ from shoal.exchanging.shared import SharedFolder
 from shoal.linking import Address
 
 END_SECONDS = 5.0
-"""From the end of the coordinator to that of a server's process, which is killed if it takes longer."""
+"""From the end of the coordinator to that of all servers' processes, which are killed if they take longer."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +105,22 @@ class MeetingPlace:
         self.kind, self._count = held
         self._shared = SharedFolder.create() if self.kind == "direct" else None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.coordinator = Coordinator(
-            heartbeat=options.heartbeat,
-            replicas=replicas,
-            servers=self._count,
-            shared=self._shared,
-            wanted=options.parts_of_batch(replicas) if isinstance(options, exchanges.Backup) else 0,
-            host=host,
-            welcome=lambda _: {"kind": self.kind, "servers": self._count},
-            answer=answer,
-            on_event=on_event,
-            on_error=on_error,
-        )
+        try:
+            self.coordinator = Coordinator(
+                heartbeat=options.heartbeat,
+                replicas=replicas,
+                servers=self._count,
+                shared=self._shared,
+                wanted=options.parts_of_batch(replicas) if isinstance(options, exchanges.Backup) else 0,
+                host=host,
+                welcome={"kind": self.kind, "servers": self._count},
+                answer=answer,
+                on_event=on_event,
+                on_error=on_error,
+            )
+        except BaseException:
+            self._free()
+            raise
         self.meeting = Meeting(
             self.coordinator.address,
             self.coordinator.token,
@@ -137,13 +143,19 @@ class MeetingPlace:
 
     def close(self) -> None:
         """Leaves no process, thread or memory."""
-        self.coordinator.close()  # its end is the servers' too
-        for process in self._processes:
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        try:
+            self.coordinator.close()  # its end is the servers' too
+            deadline = time.monotonic() + END_SECONDS
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in self._processes:
+                process.kill()  # nothing, to one that has ended
                 process.wait()
+            self._free()
+
+    def _free(self) -> None:
         if self._shared is not None:
             self._shared.remove()
 

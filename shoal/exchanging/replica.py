@@ -76,8 +76,8 @@ class Replica:
         plain = isinstance(self.optimizer, torch.optim.SGD) and not any(
             group["nesterov"] or group["dampening"] or group["maximize"] for group in groups
         )
-        kept = {(group["momentum"], group["weight_decay"], group["lr"]) for group in groups}
-        if not plain or len(kept) != 1:
+        kept = {(group["momentum"], group["weight_decay"], group["lr"]) for group in groups if plain}
+        if len(kept) != 1:
             raise ValueError("servers step as plain SGD with one rate, momentum and weight decay for all parameters")
         momentum, weight_decay, _ = kept.pop()
         return {"momentum": momentum, "weight_decay": weight_decay}

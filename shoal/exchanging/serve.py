@@ -53,6 +53,8 @@ def serve(server: Server, coordinator: Address, token: str, number: int) -> None
             head = link.receive().head
             server.need(dict(head["needs"]), head["then"])
     except LinkLost:
+        pass
+    finally:
         link.close()
         if pulse is not None:
             pulse.stop()

@@ -6,14 +6,16 @@
 Keeps     `Remainder`: what is not sent is not lost. Sent plus kept is gradient plus kept before, to the bit.
           `Mirror`: the server knows to the bit what each replica has, since values are set, never added.
 Costs     4 bytes per element sent on top of its value, so never more than the whole tensor: one that would need more
-          is sent whole. One pass over the elements to choose, whatever the kind; `Remainder` adds one before it.
+          is sent whole. One pass over the elements to choose, whatever the kind, and its sample's places, which are
+          remembered (at most 4 bytes per element); `Remainder` adds a pass before it that reads two tensors, of a
+          change three, and writes one.
 Failure   what is not a number, or infinite, counts as large and is sent: divergence shows where weights are kept.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -57,6 +59,10 @@ class Sparse:
     def nbytes(self) -> int:
         """What travels."""
         return self.indices.nbytes + self.values.nbytes
+
+    def on_host(self) -> "Sparse":
+        """In host memory, where shards live; itself where it is there already."""
+        return self if self.values.is_cpu else Sparse(self.indices.cpu(), self.values.cpu(), self.size)
 
     def dense(self) -> Tensor:
         """The flat tensor itself, with zeros where nothing is known. A fresh one."""
@@ -147,9 +153,9 @@ class Remainder:
         return [self._take(left) for left in self.left]
 
     def take_change(self, values: Sequence[Tensor], since: Sequence[Tensor]) -> list[Sparse]:
-        """The same of values - since, to the bit, but without a tensor for that difference."""
+        """The same of values - since, to the bit, but without a tensor for that difference. Needs a residual."""
         if not self.selector.residual:
-            return self.take([new - old for new, old in zip(values, since, strict=True)])
+            raise ValueError("a change is added to what was left, and without a residual nothing is")
         for left, new, old in zip(self.left, values, since, strict=True):
             for start in range(0, left.numel(), _BLOCK):
                 block = slice(start, start + _BLOCK)
@@ -254,7 +260,7 @@ def _cutoff(values: Tensor, base: Tensor | None, density: float) -> float:
     return float(sample.topk(count).values[-1])
 
 
-@cache
+@lru_cache(maxsize=256)
 def _sample(size: int, wanted: int) -> Tensor | None:
     """`wanted` places below `size`, one in each of equal parts, at changing spots; None if that is hardly fewer.
 

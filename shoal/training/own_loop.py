@@ -11,6 +11,7 @@ with shoal.exchange(model, optimizer, "downpour", n_sync=4) as exchange:
 """
 
 import os
+from contextlib import ExitStack
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,6 @@ from shoal.exchanging import (
     serve_in_threads,
     server_count,
 )
-from shoal.exchanging.server import Server
 from shoal.launching import World, surrounding, table_of
 from shoal.linking import LOOPBACK
 
@@ -74,19 +74,24 @@ class OwnLoop:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, options: ExchangeOptions, world: World | None
     ) -> None:
+        self._ending = ExitStack()
+        """What to close, last opened first."""
+        self._closed = False
         self._place: MeetingPlace | None = None
-        self._seat: Seat | None = None
-        self._server: Server | None = None
         self._replicas = 1 if world is None else world.size
         number = 0 if world is None else world.rank
         try:
             replica = Replica(dict(model.named_parameters()), optimizer)
             self._seat = self._meet(options, world, replica, number)
+            self._ending.callback(self._seat.hang_up)
             self._seat.live(number)
             welcome = self._seat.welcome
             if welcome["kind"] == "threads":
-                self._server = serve_in_threads(self._seat, number, welcome["servers"])
+                server = serve_in_threads(self._seat, number, welcome["servers"])
+                if server is not None:
+                    self._ending.callback(server.close)
             self._exchange = join(options, replica, self._seat, number)
+            self._ending.callback(self._exchange.close)
             self._exchange.begin(first=not welcome["late"])
         except ValueError as error:
             self._end()
@@ -114,28 +119,26 @@ class OwnLoop:
 
     def close(self) -> None:
         """Leave, after what is not pushed yet. Rank 0, where the others meet, waits until they left or were lost."""
-        assert self._seat is not None
-        self._exchange.flush()
-        if self._seat.welcome["kind"] == "threads":
-            self._seat.ask({"ask": "farewell"})
-        self._seat.leave()
-        self._exchange.close()
-        if self._place is not None:
-            coordinator = self._place.coordinator
-            with coordinator.changed:
-                coordinator.changed.wait_for(
-                    lambda: len(coordinator.members) >= self._replicas and not coordinator.active(), timeout=TIMEOUT
-                )
-        self._end()
+        if self._closed:
+            return
+        try:
+            self._exchange.flush()
+            if self._seat.welcome["kind"] == "threads":
+                self._seat.ask({"ask": "farewell"})
+            self._seat.leave()
+            if self._place is not None:
+                coordinator = self._place.coordinator
+                with coordinator.changed:
+                    coordinator.changed.wait_for(
+                        lambda: len(coordinator.members) >= self._replicas and not coordinator.active(), timeout=TIMEOUT
+                    )
+        finally:
+            self._end()
 
     def _end(self) -> None:
-        """Without a word to the others, who see it as a loss unless it was told before."""
-        if self._seat is not None:
-            self._seat.hang_up()
-        if self._server is not None:
-            self._server.close()
-        if self._place is not None:
-            self._place.close()
+        """Without a word to the others, who see it as a loss unless it was told before. Leaves nothing behind."""
+        self._closed = True
+        self._ending.close()
 
     def _meet(self, options: ExchangeOptions, world: World | None, replica: Replica, number: int) -> Seat:
         """Rank 0 opens the meeting place and tells the others where it is."""
@@ -158,6 +161,7 @@ class OwnLoop:
     ) -> Meeting:
         held = server_count(options, self._replicas, one_host=one_host, weight_bytes=size)
         self._place = MeetingPlace(options, self._replicas, held, host=host, store=store)
+        self._ending.callback(self._place.close)
         self._place.start_servers()
         return self._place.meeting
 
@@ -170,5 +174,4 @@ class OwnLoop:
         if kind is None:
             self.close()
         else:
-            self._exchange.close()
             self._end()

@@ -146,8 +146,8 @@ def _conducting(
             listener.finished(conductor.result, folder)
     finally:
         listener.ended()
-        conductor.close()
         folder.meeting.unlink(missing_ok=True)
+        conductor.close()
 
 
 def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainConfig]:

@@ -56,7 +56,10 @@ def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = N
 
 @contextmanager
 def _torch_left_as_found() -> Iterator[None]:
-    """A caller's own arithmetic goes on as before: its threads, and its values near zero, which training flushes."""
+    """A caller's own arithmetic goes on as before: its threads, and its values near zero, which training flushes.
+
+    In the calling thread: threads that torch started while it trained go on flushing in their share of an operation.
+    """
     threads, flushed = torch.get_num_threads(), sys.float_info.min / 2 == 0.0
     try:
         yield

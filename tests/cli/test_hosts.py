@@ -42,6 +42,13 @@ def hosts() -> Iterator[list[Host]]:
         yield found
 
 
+def processes_on(host: Host) -> list[psutil.Process]:
+    """Whatever runs there, started by whom it may be."""
+    name = host.prefix[-1]
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout.split()
+    return [psutil.Process(int(pid)) for pid in found if psutil.pid_exists(int(pid))]
+
+
 @pytest.fixture
 def start(hosts: list[Host], tmp_path: Path) -> Iterator[Start]:
     """`shoal train ARGUMENTS` on both hosts, as torchrun would start it."""
@@ -66,11 +73,12 @@ def start(hosts: list[Host], tmp_path: Path) -> Iterator[Start]:
         return started
 
     yield run
-    families = [psutil.Process(one.pid).children(recursive=True) for one in started if one.poll() is None]
     for one in started:
         one.kill()
         one.communicate()
-    _, alive = psutil.wait_procs([child for family in families for child in family], timeout=10)
+    _, alive = psutil.wait_procs([child for host in hosts for child in processes_on(host)], timeout=10)
+    for child in alive:
+        child.kill()
     assert not alive
 
 
