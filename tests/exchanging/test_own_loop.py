@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.errors import ConfigError, ShoalError
+from shoal.exchanging import shared
 from tests.exchanging.together import batch, network, sgd
 
 EVERY = [
@@ -29,7 +30,7 @@ def _leaves_nothing() -> Iterator[None]:
     def there() -> tuple[set[str], set[int], set[Path]]:
         threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("shoal")}
         processes = {child.pid for child in psutil.Process().children(recursive=True)}
-        return threads, processes, set(Path("/dev/shm").glob("shoal-shared-*"))
+        return threads, processes, set(shared._kept)  # folders of this process: other runs may have theirs
 
     before = there()
     yield
