@@ -18,7 +18,7 @@ from safetensors.torch import save_model
 
 from shoal.config import TrainConfig
 from shoal.data import BatchOrder, Loader
-from shoal.exchanges import ExchangeOptions
+from shoal.exchanges import ExchangeOptions, Served
 from shoal.exchanging import Exchange, Meeting, Seat, join, serve_in_threads
 from shoal.training import checkpoint
 from shoal.training.evaluate import evaluate
@@ -129,6 +129,9 @@ class _Life:
         """What was trained on and is not part of the common weights yet."""
         self._done: dict[str, Any] | None = None
         self._asked = False
+        self._asynchronous = isinstance(options, Served)
+        self._behind = False
+        """Whether it waited, so that a gradient of the weights it has would be stale."""
 
     def live(self) -> None:
         """Until told to stop."""
@@ -140,6 +143,7 @@ class _Life:
                 case "test":
                     self._test(order)
                 case "wait":
+                    self._behind = self._asynchronous
                     if not self._report(self._exchange.flush()):
                         time.sleep(WAIT_SECONDS)
                 case "stop":
@@ -167,6 +171,9 @@ class _Life:
         job = self._job
         if self._ahead:
             self._ask()
+        if self._behind:  # the others trained on meanwhile, perhaps a whole warm start
+            self._exchange.settle()
+            self._behind = False
         begun = time.perf_counter()
         x, y = job.loader.batch(order["epoch"], order["step"])
         job.optimizer.zero_grad(set_to_none=True)
