@@ -357,12 +357,12 @@ def test_a_slow_replica_does_less_and_holds_up_nobody(shoal: Shoal, mine: list[s
 
 
 def test_after_a_warm_start_the_others_begin_with_its_weights(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "warm_start=200"]
-    run = shoal("train", *mine, "--epochs", "20", *options, "--out", "run")
+    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "warm_start=400"]
+    run = shoal("train", *mine, "--epochs", "30", *options, "--out", "run")
     assert run.returncode == 0, run.stderr
     result = result_of(tmp_path / "run")
     assert result["exchanged"]["replicas"]["1"]["updates"] > 0
-    assert result["staleness"]["max"] < 150
+    assert result["staleness"]["max"] <= 200  # batches after the warm start; a gradient of before is 400 old
 
 
 def test_server_momentum_is_warned_of(shoal: Shoal, mine: list[str]) -> None:
