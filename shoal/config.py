@@ -191,7 +191,7 @@ class TrainConfig(Settings):
                 f"replicas = {self.replicas} does not divide workers = {self.workers}.",
                 "Every replica has the same number of workers: give a multiple of --replicas as --workers.",
             )
-        if self.exchange is None and self.exchange_options:
+        if self.exchange is None and self.exchange_options and self.replicas == 1:
             raise ConfigError(
                 f"exchange_options = {self.exchange_options} are for no exchange.", "Name it with --exchange."
             )

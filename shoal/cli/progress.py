@@ -20,8 +20,12 @@ _TOLD = {
     "frozen": "replica {} gives no sign of life; the others go on with its batches",
     "back": "replica {} is back",
     "server lost": "server {} was lost",
-    "server frozen": "server {} gives no sign of life; all replicas wait for it, for two minutes at most",
+    "server frozen": "server {} gives no sign of life; all replicas wait for it, {:g} s at most (--timeout)",
     "server back": "server {} is back",
+}
+_TOLD_IN_LOCKSTEP = _TOLD | {
+    "lost": "replica {} was lost",
+    "frozen": "replica {} gives no sign of life; the others wait for it, {:g} s at most (--timeout)",
 }
 """What people want to hear of replicas and servers; that they came and left as expected is not news."""
 
@@ -46,6 +50,7 @@ class _Lines(Listener):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._epochs = 0
+        self._told, self._timeout = _TOLD, 0.0
         self._last_line = time.monotonic()
         self._loss = float("nan")
 
@@ -59,6 +64,7 @@ class _Lines(Listener):
 
     def started(self, about: About, folder: RunFolder) -> None:
         self._epochs = about.epochs
+        self._told, self._timeout = _TOLD if about.survives else _TOLD_IN_LOCKSTEP, about.timeout
         self._print(
             f"{about.model} ({about.parameters:,} parameters) on {about.data} "
             f"({about.train_samples:,} + {about.test_samples:,} samples, {about.origin})"
@@ -71,8 +77,8 @@ class _Lines(Listener):
             self._print(f"going on after step {about.done}")
 
     def happened(self, what: str, replica: int) -> None:
-        if what in _TOLD:
-            self._print(_TOLD[what].format(replica))
+        if what in self._told:
+            self._print(self._told[what].format(replica, self._timeout))
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         if metrics["event"] == "test":

@@ -95,16 +95,8 @@ class Coordinator:
         """What went wrong here, unless somebody else wants to know."""
         tell = on_error or self.errors.append
         self._door = Door(self._serve, host=host, on_error=lambda _link, _hello, error: tell(error))
-
-    @property
-    def address(self) -> Address:
-        """Where replicas reach it."""
-        return self._door.address
-
-    @property
-    def token(self) -> str:
-        """What they must know."""
-        return self._door.token
+        self.address, self.token = self._door.address, self._door.token
+        """Where replicas reach it, and what they must know."""
 
     def active(self) -> list[int]:
         """Replicas that take part now."""

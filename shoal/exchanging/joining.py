@@ -176,14 +176,15 @@ def _shards(
 ) -> list[tuple[Sequence[Slice], ShardClient]]:
     """The shards of what this rank speaks for: in shared memory, or one on each server."""
     kinds = {name: weight.dtype for name, weight in zip(replica.names, replica.weights, strict=True)}
-    folder = seat.meeting.shared
+    folder, timeout = seat.meeting.shared, seat.meeting.timeout
     if folder is not None:
         wanted = options.shards if isinstance(options, exchanges.Served) else None
         count = wanted or min(MOST_SHARDS, max(1, sum(replica.sizes.values()) // SHARD_ELEMENTS))
         layout = spread(replica.sizes, count)
         policy = Terms(sizes=(), dtypes=(), **terms).policy()
         shards = SharedFolder(folder).shards(seat.rank, layout, kinds, policy, number)
-        return [(slices, LocalShard(shard)) for slices, shard in zip([s for s in layout if s], shards, strict=True)]
+        held = [slices for slices in layout if slices]
+        return [(slices, LocalShard(shard, timeout)) for slices, shard in zip(held, shards, strict=True)]
     servers = seat.ask({"ask": "servers"}).head["servers"] if seat.rank == 0 else None
     servers = next(found for found in replica.transport.gather_objects(servers) if found is not None)
     found: list[tuple[Sequence[Slice], ShardClient]] = []
@@ -192,7 +193,8 @@ def _shards(
     ):
         if slices:
             own = Terms([one.size for one in slices], [str(kinds[one.name])[6:] for one in slices], **terms)
-            found.append((slices, RemoteShard((host, port), token, f"{seat.rank}", own, name=f"server {which}")))
+            shard = RemoteShard((host, port), token, f"{seat.rank}", own, name=f"server {which}", timeout=timeout)
+            found.append((slices, shard))
     return found
 
 
@@ -201,7 +203,7 @@ def _group(meeting: Meeting, column: int, number: int) -> Any:
     if meeting.store is None:
         raise PeerError("replicas in lockstep have no table to meet at.", "This is a bug: please report it.")
     host, port = meeting.store
-    patience = timedelta(seconds=120)
+    patience = timedelta(seconds=meeting.timeout)
     table = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)  # type: ignore[attr-defined]
     own = dist.PrefixStore(f"{meeting.token}/{column}", table)  # type: ignore[attr-defined]
     return dist.ProcessGroupGloo(own, number, meeting.replicas, patience)

@@ -32,6 +32,8 @@ class Meeting:
     token: str
     replicas: int
     """How many there were to be at the beginning."""
+    timeout: float
+    """Seconds that a replica waits for the others in lockstep, or for a server, before it gives up."""
     shared: Path | None = None
     """The folder of shared weights, where all replicas are on one host and use it."""
     store: tuple[str, int] | None = None
@@ -49,6 +51,7 @@ class Meeting:
             address=tuple(values["address"]),
             token=values["token"],
             replicas=values["replicas"],
+            timeout=values["timeout"],
             shared=None if values["shared"] is None else Path(values["shared"]),
             store=None if values["store"] is None else tuple(values["store"]),
         )
@@ -98,6 +101,7 @@ class MeetingPlace:
         *,
         host: str,
         store: tuple[str, int] | None,
+        timeout: float,
         answer: Answer | None = None,
         on_event: Callable[[Event], None] = lambda _: None,
         on_error: Callable[[Exception], None] | None = None,
@@ -125,6 +129,7 @@ class MeetingPlace:
             self.coordinator.address,
             self.coordinator.token,
             replicas,
+            timeout,
             None if self._shared is None else self._shared.path,
             store,
         )

@@ -21,7 +21,6 @@ from shoal.exchanging.rules import make_rule
 from shoal.exchanging.sparse import Mirror, Selector, Sparse
 from shoal.linking import Address, Door, Link, connect
 
-PATIENCE = 120.0
 """Seconds that a replica waits for a server's answer."""
 
 
@@ -67,16 +66,8 @@ class Server:
         self._needs: tuple[Mapping[int, int], int] | None = None
         self.errors: list[BaseException] = []
         self._door = Door(self._serve, host=host, on_error=lambda _link, _hello, error: self.errors.append(error))
-
-    @property
-    def address(self) -> Address:
-        """Where replicas reach it."""
-        return self._door.address
-
-    @property
-    def token(self) -> str:
-        """What they must know."""
-        return self._door.token
+        self.address, self.token = self._door.address, self._door.token
+        """Where replicas reach it, and what they must know."""
 
     def need(self, of_versions: Mapping[int, int], then: int) -> None:
         """With backup workers: how many gradients make the update of certain versions, and of all later ones."""
@@ -242,8 +233,8 @@ class ShardClient(Protocol):
 class LocalShard:
     """A shard that this process reaches in memory: an exchange is done when its answer is asked for."""
 
-    def __init__(self, shard: Shard, patience: float = PATIENCE) -> None:
-        self._shard, self._patience = shard, patience
+    def __init__(self, shard: Shard, timeout: float) -> None:
+        self._shard, self._timeout = shard, timeout
         self._push: Push | None = None
 
     def begin(self, weights: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> int:
@@ -252,7 +243,7 @@ class LocalShard:
 
     def wait(self) -> int:
         pause = threading.Event()
-        for _ in range(int(self._patience / 0.01)):
+        for _ in range(int(self._timeout / 0.01)):
             if self._shard.ready:
                 return self._shard.version
             pause.wait(0.01)
@@ -278,7 +269,7 @@ class LocalShard:
 class RemoteShard:
     """A shard on a server, over one link."""
 
-    def __init__(self, address: Address, token: str, key: str, terms: Terms, name: str) -> None:
+    def __init__(self, address: Address, token: str, key: str, terms: Terms, name: str, timeout: float) -> None:
         kinds = [getattr(torch, kind) for kind in terms.dtypes]
         self._like = [
             torch.empty(size, dtype=kind, device="meta") for size, kind in zip(terms.sizes, kinds, strict=True)
@@ -287,7 +278,7 @@ class RemoteShard:
         self._sparse_back = terms.back is not None
         self._whole_next = True  # the first fetch, after which the server knows what this replica has
         self._link = connect(address, token, {"shard": key, "terms": asdict(terms)}, name=name)
-        self._link.timeout = PATIENCE
+        self._link.timeout = timeout
         self._link.receive()
 
     def begin(self, weights: Sequence[Tensor], state: Sequence[Sequence[Tensor]]) -> int:

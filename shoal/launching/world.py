@@ -45,6 +45,11 @@ class World:
         """Whether all ranks are surely on this host."""
         return self.local_size is not None and self.local_size >= self.size
 
+    @property
+    def listens_at(self) -> str:
+        """The name or address of rank 0's host at which it can be reached by the others."""
+        return LOOPBACK if self.on_one_host else self.host
+
     def in_replica(self, ranks: int) -> "World":
         """This process among the ranks of its replica, where every `ranks` of this world are one."""
         replica, rank = divmod(self.rank, ranks)

@@ -107,6 +107,7 @@ class Conductor:
             held,
             host=host,
             store=store,
+            timeout=config.timeout,
             answer=self._answer,
             on_event=self._on_event,
             on_error=self._on_error,

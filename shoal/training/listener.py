@@ -28,6 +28,10 @@ class About:
     exchange: str
     device: str
     threads: int
+    timeout: float
+    """Seconds that the workers wait for each other before the run ends."""
+    survives: bool
+    """Whether the run goes on without a replica that is lost."""
     done: int
     """Steps of an earlier part of the run."""
 

@@ -103,6 +103,8 @@ class Run:
             exchange="none",
             device=str(job.device),
             threads=config.threads or 1,
+            timeout=config.timeout,
+            survives=False,
             done=self.progress.steps,
         )
 

@@ -148,9 +148,8 @@ class OwnLoop:
         else:
             table, key = _table(world), f"shoal/exchange/{next(_meetings)}"
             if world.rank == 0:
-                host = LOOPBACK if world.on_one_host else world.host
-                store = (world.host, world.port)
-                meeting = self._open(options, host, size, one_host=world.on_one_host, store=store)
+                one_host, host, store = world.on_one_host, world.listens_at, (world.host, world.port)
+                meeting = self._open(options, host, size, one_host=one_host, store=store)
                 table.set(key, meeting.to_json())
             else:
                 meeting = Meeting.from_json(table.get(key).decode())
@@ -160,7 +159,7 @@ class OwnLoop:
         self, options: ExchangeOptions, host: str, size: int, *, one_host: bool, store: tuple[str, int] | None
     ) -> Meeting:
         held = server_count(options, self._replicas, one_host=one_host, weight_bytes=size)
-        self._place = MeetingPlace(options, self._replicas, held, host=host, store=store)
+        self._place = MeetingPlace(options, self._replicas, held, host=host, store=store, timeout=TIMEOUT)
         self._ending.callback(self._place.close)
         self._place.start_servers()
         return self._place.meeting

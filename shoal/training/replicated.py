@@ -1,7 +1,6 @@
 """A run of several replicas, from its settings to its result: started here, or as ranks of a world that is there."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +52,8 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
         except RunError as error:
             if conductor.result is None:  # what ends after that is no news
                 raise conductor.error or error from error
+        if conductor.error is None:
+            conductor.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
         return conductor.ended()
 
 
@@ -80,9 +81,8 @@ def train_in_world(
         if not text:
             raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
         return RunResult.model_validate_json(text)
-    host = LOOPBACK if world.on_one_host else socket.gethostbyname(world.host)
-    store = (world.host, world.port)
-    with _conducting(config, resumed, listener, one_host=world.on_one_host, host=host, store=store) as conductor:
+    one_host, host, store = world.on_one_host, world.listens_at, (world.host, world.port)
+    with _conducting(config, resumed, listener, one_host=one_host, host=host, store=store) as conductor:
         table.set(MEETING, conductor.meeting.to_json())
         try:
             train(conductor.meeting)
@@ -114,9 +114,16 @@ def join_run(folder: Path) -> None:
     each = config.workers // config.replicas
     threads = threads_each(config.threads, config.workers)
     replicas = Replicas(1, each, threads=threads, timeout=config.timeout, device="cpu", survives=False)
-    replicas.run(
-        _train_late, config, meeting, config.workers, over=lambda: False, on_stop=lambda: None, on_lost=lambda *_: None
-    )
+    never, nothing = (lambda: False), (lambda *_: None)
+    try:
+        replicas.run(_train_late, config, meeting, config.workers, over=never, on_stop=nothing, on_lost=nothing)
+    except PeerError as error:
+        if path.exists():
+            raise
+        raise PeerError(
+            f"the run in {str(folder)!r} ended before this replica had left it.",
+            "What the run itself printed says why.",
+        ) from error
 
 
 def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, _: int) -> None:
@@ -175,6 +182,8 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainCo
         exchange=options.name,
         device=config.device if config.device != "auto" else "cpu",
         threads=config.threads or 1,
+        timeout=config.timeout,
+        survives=options.survives,
         done=0,
     )
     if config.plan == AUTO and each > 1 and config.replicas > 1:

@@ -104,6 +104,18 @@ def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, min
         ["--replicas", "3", "--exchange", "backup"],
         ["--replicas", "2", "--workers", "4", "--plan", "data", "--exchange", "downpour"],
         ["--replicas", "2", "--workers", "4", "--plan", "model", "--exchange", "dasgd"],
+        [
+            "--replicas",
+            "2",
+            "--workers",
+            "4",
+            "--plan",
+            "data",
+            "--exchange",
+            "backup",
+            "--exchange-options",
+            "backups=0",
+        ],
     ],
     ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
 )
@@ -228,8 +240,15 @@ def goes_on(out: Path, run: "subprocess.Popen[str]") -> None:
     wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 50, run)
 
 
-def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path: Path) -> None:
-    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "1", "--exchange", "downpour", "--out", "run")
+@pytest.mark.parametrize(
+    "options",
+    [["downpour"], ["dasgd", "servers=processes,density=0.1"], ["backup", "backups=0"]],
+    ids=lambda options: options[0],
+)
+def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path: Path, options: list[str]) -> None:
+    name, *more = options
+    chosen = ["--exchange", name, *(["--exchange-options", *more] if more else [])]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "1", *chosen, "--out", "run")
     out = tmp_path / "run"
     late = None
     try:
@@ -237,8 +256,10 @@ def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path
         late = begin(tmp_path, "shoal", "train", "--join", "run")
         wait_for(under_way(out, [0, 1]), run)
         assert [line["replica"] for line in lines(out, "joined")] == [0, 1]
+        goes_on(out, run)
         end(run)
-        late.communicate(timeout=30)
+        assert late.communicate(timeout=30)[1] == ""
+        assert late.returncode == 0
     finally:
         for one in (run, late):
             if one is not None:
@@ -246,26 +267,42 @@ def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path
                 one.wait()
 
 
-def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
-    shoal: Shoal, mine: list[str], tmp_path: Path
-) -> None:
-    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=processes"]
-    run = begin(tmp_path, "shoal", "train", *mine, *SAVING, *options, "--out", "run")
-    out = tmp_path / "run"
+def broken(folder: Path, options: list[str], break_it: Callable[["subprocess.Popen[str]"], None]) -> tuple[str, str]:
+    """What a run printed that `break_it` ended after its first checkpoint; no process of it is left."""
+    run = begin(folder, "shoal", "train", *options, *SAVING, "--replicas", "2", "--out", "run")
     try:
-        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
-        (server,) = servers_of(run)
-        server.kill()
-        printed = run.communicate(timeout=30)
+        wait_for(lambda: (folder / "run" / "checkpoint.pt").exists(), run)
+        family = psutil.Process(run.pid).children(recursive=True)
+        break_it(run)
+        printed = run.communicate(timeout=60)
     finally:
         run.kill()
         run.wait()
     assert run.returncode == 1
-    assert "server 0 was lost" in printed[1]
-    epochs = str(max(line["epoch"] for line in lines(out, "test")) + 1)
-    again = shoal("train", "--resume", "run", "--epochs", epochs)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+    return printed
+
+
+def goes_on_from_its_checkpoint(shoal: Shoal, out: Path) -> None:
+    epochs = max(line["epoch"] for line in lines(out, "test")) + 1
+    again = shoal("train", "--resume", out.name, "--epochs", str(epochs))
     assert again.returncode == 0, again.stderr
-    assert result_of(out)["samples"] == int(epochs) * 80
+    assert result_of(out)["samples"] == epochs * 80
+
+
+def test_a_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    options = ["--exchange", "downpour", "--exchange-options", "servers=processes"]
+
+    def kill_the_server(run: "subprocess.Popen[str]") -> None:
+        (server,) = servers_of(run)
+        server.kill()
+
+    printed = broken(tmp_path, [*mine, *options], kill_the_server)
+    assert "server 0 was lost" in printed[1]
+    goes_on_from_its_checkpoint(shoal, tmp_path / "run")
 
 
 def test_a_server_that_freezes_is_told_of_and_goes_on_when_it_wakes(mine: list[str], tmp_path: Path) -> None:
@@ -289,23 +326,46 @@ def test_a_server_that_freezes_is_told_of_and_goes_on_when_it_wakes(mine: list[s
     assert "server 0 gives no sign of life" in printed[0]
 
 
-def test_a_lost_replica_ends_allreduce_with_its_name_and_the_run_can_go_on(
+def test_allreduce_takes_no_replica_late_ends_when_one_is_killed_and_can_go_on(
     shoal: Shoal, mine: list[str], tmp_path: Path
 ) -> None:
-    run = begin(tmp_path, "shoal", "train", *mine, *SAVING, "--replicas", "2", "--out", "run")
-    out = tmp_path / "run"
-    try:
-        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
+    refused = []
+
+    def join_then_kill(run: "subprocess.Popen[str]") -> None:
+        refused.append(shoal("train", "--join", "run"))
         ranks_of(run)[1].kill()
-        printed = run.communicate(timeout=30)
-    finally:
-        run.kill()
-        run.wait()
-    assert run.returncode == 1
+
+    printed = broken(tmp_path, mine, join_then_kill)
+    assert refused[0].returncode == 2
+    assert "'allreduce' takes no replica late" in refused[0].stderr
     assert "rank 1 was killed by signal SIGKILL" in printed[1]
-    epochs = str(max(line["epoch"] for line in lines(out, "test")) + 1)
-    again = shoal("train", "--resume", "run", "--epochs", epochs)
-    assert again.returncode == 0, again.stderr
+    assert "go on with its batches" not in printed[0]
+    goes_on_from_its_checkpoint(shoal, tmp_path / "run")
+
+
+def test_allreduce_tells_of_a_frozen_replica_waits_for_it_and_ends_if_it_never_wakes(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+
+    def freeze_twice(run: "subprocess.Popen[str]") -> None:
+        victim = ranks_of(run)[1]
+        victim.suspend()
+        wait_for(lambda: lines(out, "frozen"), run)
+        victim.resume()
+        wait_for(lambda: lines(out, "back"), run)
+        goes_on(out, run)
+        victim.suspend()
+        wait_for(lambda: len(lines(out, "frozen")) == 2, run)
+
+    printed = broken(
+        tmp_path,
+        [*mine, "--exchange", "allreduce", "--exchange-options", "heartbeat=1", "--timeout", "10"],
+        freeze_twice,
+    )
+    assert "replica 1 gives no sign of life; the others wait for it, 10 s at most" in printed[0]
+    assert "rank 1 did not answer within 10 seconds" in printed[1]
+    goes_on_from_its_checkpoint(shoal, out)
 
 
 @pytest.mark.parametrize("exchange", ["downpour", "allreduce", "backup"])

@@ -92,6 +92,7 @@ def meeting(
             coordinator.address,
             coordinator.token,
             replicas,
+            60.0,
             None if shared is None else shared.path,
             ("127.0.0.1", table.port),
         )
