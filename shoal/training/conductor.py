@@ -20,7 +20,7 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.data import Position
-from shoal.errors import DivergedError, RunError, ShoalError, StoppedError
+from shoal.errors import DivergedError, PeerError, RunError, ShoalError, StoppedError
 from shoal.exchanges import Dasgd, ExchangeOptions, Served
 from shoal.exchanging import Event, Meeting, MeetingPlace, Member, Tally
 from shoal.files import write_atomically, write_text_atomically
@@ -101,6 +101,8 @@ class Conductor:
         self.result: RunResult | None = None
         self._metrics = MetricsFile(folder.metrics, length=past.metrics_length)
         self._history: list[Event] = []
+        self._frozen: dict[int, float] = {}
+        """Replicas that give no sign of life, and since when they have been taken for frozen."""
         self._place = MeetingPlace(
             options,
             config.replicas,
@@ -212,6 +214,8 @@ class Conductor:
         raise RunError(f"replica {member.replica} asked {frame.head['ask']!r}.", "This is a bug: please report it.")
 
     def _order(self, replica: int) -> dict[str, Any]:
+        if not self._options.survives:
+            self._give_up_on_frozen()
         if self.over:
             return {"order": "stop"}
         if self._stopping:
@@ -435,6 +439,10 @@ class Conductor:
         seconds = time.perf_counter() - self._begun if self._started else 0.0
         who = {"server" if event.of_server else "replica": event.who}
         self._write(event=event.what.replace(" ", "_"), **who, step=self._budget.counted, wall_seconds=seconds)
+        if event.what == "frozen":
+            self._frozen[event.who] = time.monotonic()
+        elif not event.of_server:
+            self._frozen.pop(event.who, None)
         if event.what in ("lost", "frozen", "left"):
             self._budget.lose(event.who)
             if self._testing is not None and self._testing[0] == event.who:
@@ -445,12 +453,26 @@ class Conductor:
             self._lose_server(event.who)
         self._listener.happened(event.what, event.who)
 
+    def _give_up_on_frozen(self) -> None:
+        """End a run that cannot go on without a frozen replica; others may wait for it here, not in a collective."""
+        for replica, since in self._frozen.items():
+            if time.monotonic() - since + self._options.heartbeat > self._config.timeout:
+                self._fail(
+                    PeerError(
+                        f"replica {replica} gave no sign of life for {self._config.timeout:g} seconds.",
+                        f"{self._go_on()} If it may be silent for longer, give a longer time-out (--timeout).",
+                    )
+                )
+
+    def _go_on(self) -> str:
+        return f"Go on from the last checkpoint with: shoal train --resume {self._folder.path}"
+
     def _lose_server(self, number: int) -> None:
         if not self.over:
             self._fail(
                 RunError(
                     f"server {number} was lost, and with it a part of the weights.",
-                    f"Go on from the last checkpoint with: shoal train --resume {self._folder.path}",
+                    self._go_on(),
                 )
             )
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -364,7 +365,8 @@ def test_allreduce_tells_of_a_frozen_replica_waits_for_it_and_ends_if_it_never_w
         freeze_twice,
     )
     assert "replica 1 gives no sign of life; the others wait for it, 10 s at most" in printed[0]
-    assert "rank 1 did not answer within 10 seconds" in printed[1]
+    # Whoever waited says so: another replica in the sum of gradients, or the conductor between two batches.
+    assert re.search("rank 1 did not answer within 10 seconds|replica 1 gave no sign of life for 10", printed[1])
     goes_on_from_its_checkpoint(shoal, out)
 
 
