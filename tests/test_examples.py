@@ -67,7 +67,7 @@ def one_device() -> list[float]:
 def test_the_changed_script_has_one_devices_losses(
     request: pytest.FixtureRequest, one_device: list[float], plan: str, ranks: int
 ) -> None:
-    if plan in ("model", "owt") and not request.config.getoption("--thorough"):
+    if plan in ("model", "owt", "2x2") and not request.config.getoption("--thorough"):
         pytest.skip("the parity suite has these plans; the script under them with --thorough")
     assert losses(FOLDER / "shoal_script.py", ranks, plan) == pytest.approx(one_device, rel=1e-8)
 

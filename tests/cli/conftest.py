@@ -1,6 +1,5 @@
 """The real command line, in a process of its own."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from shoal.cli.main import main
+from tests.cli.commands import begin
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -19,16 +19,13 @@ def shoal(tmp_path: Path) -> Shoal:
     """Run `shoal ARGUMENTS` in an empty folder, without colours, and give what it printed."""
 
     def run(*arguments: str, timeout: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "shoal", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "NO_COLOR": "1", **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        begun = begin(tmp_path, "shoal", *arguments, **variables)
+        try:
+            out, err = begun.communicate(timeout=timeout)
+        finally:
+            begun.kill()
+        assert begun.returncode is not None
+        return subprocess.CompletedProcess(["shoal", *arguments], begun.returncode, out, err)
 
     return run
 

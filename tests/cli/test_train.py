@@ -1,9 +1,7 @@
 """`shoal train` as people use it: what it prints, what it leaves, stopping and going on."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from shoal import TrainConfig, train
+from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 
 RESULT_FIELDS = (
@@ -154,24 +153,14 @@ WITH_DROPOUT = (
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_and_resumed_equals_never_stopped(
-    shoal: Shoal, tiny: str, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WITH_DROPOUT)
     settings = ["train", "--data", tiny, *LONG, "--epochs", "60", "--augment", "flip,shift:1"]
     assert shoal(*settings, "--out", "whole").returncode == 0
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", *settings, "--out", "parts"],
-        cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = begin(tmp_path, "shoal", *settings, "--out", "parts")
     try:
-        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", number)
+        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", signal.SIGINT)  # test_workers.py: SIGTERM
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -198,7 +187,7 @@ def test_stopped_and_resumed_equals_never_stopped(
     assert result_of(tmp_path / "whole")["final_loss"] == result_of(tmp_path / "parts")["final_loss"]
 
 
-def stop_during_training(process: subprocess.Popen[str], metrics: Path, number: signal.Signals) -> None:
+def stop_during_training(process: Begun, metrics: Path, number: signal.Signals) -> None:
     """Send the signal once the run has written some lines."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:

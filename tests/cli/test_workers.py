@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cli.commands import begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import WITH_DROPOUT, metrics_of, result_of, stop_during_training
 
@@ -45,17 +45,6 @@ def losses(folder: Path) -> list[float]:
 def timeless(folder: Path) -> list[dict[str, Any]]:
     times = ("samples_per_sec", "step_time_ms", "wall_seconds")
     return [{k: v for k, v in line.items() if k not in times} for line in metrics_of(folder)]
-
-
-def begin(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_two_workers_train_as_one_does_and_either_goes_on_for_the_other(
@@ -96,7 +85,7 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert shoal(*settings, "--out", "whole").returncode == 0
     process = begin(tmp_path, "shoal", *settings, "--out", "parts")
     try:
-        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", signal.SIGINT)
+        stop_during_training(process, tmp_path / "parts" / "metrics.jsonl", signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
