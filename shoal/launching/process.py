@@ -1,7 +1,7 @@
 """One process of a run: how it is started, heard and ended, and what it does on its side.
 
-Processes   `spawn`, each in a session of its own: a Ctrl-C on the terminal reaches this process alone, which passes
-            it on once. A process ends when this one does, however that happens.
+Processes   `spawn`, in this one's present folder, each in a session of its own: a Ctrl-C on the terminal reaches this
+            process alone, which passes it on once. A process ends when this one does, however that happens.
 Signals     the first SIGINT or SIGTERM asks every process to stop (SIGTERM), as a training loop knows how to; the
             second kills them.
 """
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -85,7 +86,9 @@ def start(world: World, payload: bytes, threads: int, timeout: float, device: st
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_serve, args=(world, payload, threads, timeout, device, theirs), name=f"shoal rank {world.number}"
+        target=_serve,
+        args=(world, payload, threads, timeout, device, Path.cwd(), theirs),
+        name=f"shoal rank {world.number}",
     )
     process.start()
     theirs.close()
@@ -178,10 +181,13 @@ def environment(**values: str) -> Iterator[None]:
 # In the ranks
 
 
-def _serve(world: World, payload: bytes, threads: int, timeout: float, device: str, pipe: Connection) -> None:
+def _serve(
+    world: World, payload: bytes, threads: int, timeout: float, device: str, folder: Path, pipe: Connection
+) -> None:
     """One rank's whole life."""
     _stand_alone()
     try:
+        os.chdir(folder)  # `spawn` starts where the parent was when it began, and a script may have gone elsewhere
         import torch
 
         torch.set_num_threads(threads)

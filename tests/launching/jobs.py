@@ -18,6 +18,11 @@ def add_up(start: int) -> tuple[int, int, int, str]:
     return dist.get_rank(), int(total), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
+def where() -> Path:
+    """The folder in which this rank works."""
+    return Path.cwd()
+
+
 def leave_pid(folder: str) -> None:
     """So that a test can look whether this process is gone."""
     (Path(folder) / f"rank{dist.get_rank()}").write_text(str(os.getpid()))

@@ -43,6 +43,11 @@ def test_each_rank_returns_its_result() -> None:
     assert run(jobs.add_up, 10, workers=2, threads=1, timeout=60) == [(0, 21, 1, "1"), (1, 21, 1, "1")]
 
 
+def test_ranks_work_where_their_parent_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(jobs.where, workers=1, timeout=60) == [tmp_path]
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
