@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.common.hosts import Host, loopback, two_hosts
 from shoal.machine import HUGE_PAGES
 
@@ -14,6 +17,14 @@ from shoal.machine import HUGE_PAGES
 def is_rank() -> bool:
     """Whether this process was started by `start_ranks`."""
     return "RANK" in os.environ
+
+
+def become_rank() -> int:
+    """Meet the others that `start_ranks` started, with the settings that every side has; the rank."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group("gloo")
+    return dist.get_rank()
 
 
 def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int = 2, seconds: float = 3600) -> None:

@@ -81,6 +81,7 @@ STUDIES = {
     "modes": [
         Row("one worker", ("--workers", "1")),
         Row("synchronous, 2 nodes", _exchange("allreduce")),
+        Row("synchronous, 4 workers", _exchange("allreduce", "", 4)),
         Row("asynchronous, 4 workers, 1 server", _exchange("downpour", "servers=processes,shards=1", 4)),
         Row("asynchronous, 4 workers, 2 servers", _exchange("downpour", "servers=processes,shards=2", 4)),
         Row(

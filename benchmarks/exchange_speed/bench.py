@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from benchmarks.common.ranks import is_rank, start_ranks
+from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import take_turns
 
 SIZES = {
@@ -77,10 +77,7 @@ def main() -> None:
     if not is_rank():
         start_ranks("benchmarks.exchange_speed.bench", sys.argv[1:], args.link)
         return
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = become_rank()
     shape, batch, classes, steps = SIZES[args.model]
     steps = args.steps or steps
     slow = args.slow if rank == 1 else 1.0

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from benchmarks.common.memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.common.ranks import is_rank, start_ranks
+from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from shoal.units import show_bytes
 
@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if is_rank():
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
-        dist.init_process_group("gloo")
+        become_rank()
         memory_of(args) if args.only else time_of(args)
         dist.destroy_process_group()
     elif args.only:

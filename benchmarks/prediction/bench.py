@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import shoal
-from benchmarks.common.ranks import is_rank, start_ranks
+from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.bench import ddp, step_of
 from shoal.execution.laying import capture_modes, lay
@@ -56,9 +56,7 @@ def main() -> None:
     if not is_rank():
         start_ranks("benchmarks.prediction.bench", sys.argv[1:], args.link, ranks=args.ranks)
         return
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    dist.init_process_group("gloo")
+    become_rank()
     pixels, batch, classes = SIZES[args.model]
     torch.manual_seed(0)
     plain = shoal.zoo.build(args.model, input=(3, pixels, pixels), classes=classes).train()

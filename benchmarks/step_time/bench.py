@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from benchmarks.common.ranks import is_rank, start_ranks
+from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.sync_batch_norm import with_plain_sync
 
@@ -70,9 +70,7 @@ def main() -> None:
     if not is_rank():
         start_ranks("benchmarks.step_time.bench", sys.argv[1:], args.link)
         return
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    dist.init_process_group("gloo")
+    become_rank()
     pixels, batch, classes = SIZES[args.model]
     torch.manual_seed(0)
     plain = shoal.zoo.build(args.model, input=(3, pixels, pixels), classes=classes).train()
