@@ -4,8 +4,8 @@ Keeps       R replicas with a batch of b each are one replica with a batch of R 
             replica has the same weights, bit for bit. Batch norm takes its statistics within each replica.
 Gives up    nothing but time: a step lasts as long as the slowest replica's.
 Costs       2 (R-1)/R of the gradients' bytes sent by each replica per step.
-Failure     a replica that is lost ends the run with a message that names it; `--resume` goes on from the last
-            checkpoint.
+Failure     a replica that is lost ends the run with a message that names it, one that is frozen is awaited for as long
+            as `--timeout` says; `--resume` goes on from the last checkpoint.
 """
 
 from collections.abc import Sequence
@@ -58,6 +58,8 @@ class Allreduce(Exchange):
             torch.cat(list(part), out=bucket)
             works.append(self._group.allreduce([bucket]))
             self.tally.sent_bytes += ring_bytes(bucket.nbytes, self._replicas, self._number)
+            before = (self._number - 1) % self._replicas
+            self.tally.received_bytes += ring_bytes(bucket.nbytes, self._replicas, before)
         for work, bucket, part in zip(works, self._buckets, parts, strict=True):
             work.wait()
             bucket.div_(self._replicas)

@@ -106,18 +106,18 @@ class MeetingPlace:
         on_event: Callable[[Event], None] = lambda _: None,
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.kind, self._count = held
+        self.kind, self.servers = held
         self._shared = SharedFolder.create() if self.kind == "direct" else None
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             self.coordinator = Coordinator(
                 heartbeat=options.heartbeat,
                 replicas=replicas,
-                servers=self._count,
+                servers=self.servers,
                 shared=self._shared,
                 wanted=options.parts_of_batch(replicas) if isinstance(options, exchanges.Backup) else 0,
                 host=host,
-                welcome={"kind": self.kind, "servers": self._count},
+                welcome={"kind": self.kind, "servers": self.servers},
                 answer=answer,
                 on_event=on_event,
                 on_error=on_error,
@@ -141,7 +141,7 @@ class MeetingPlace:
         """
         if self.kind != "processes":
             return
-        for number in range(self._count):
+        for number in range(self.servers):
             process = start_server(self.meeting.address, self.meeting.token, number)
             self._processes.append(process)
             threading.Thread(target=_watch, args=(process, number, on_end), daemon=True).start()

@@ -11,7 +11,6 @@ import io
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,25 +21,17 @@ from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.errors import DivergedError, PeerError, RunError, ShoalError, StoppedError
 from shoal.exchanges import Dasgd, ExchangeOptions, Served
-from shoal.exchanging import Event, Meeting, MeetingPlace, Member, Tally
+from shoal.exchanging import Event, Meeting, MeetingPlace, Member
 from shoal.files import write_atomically, write_text_atomically
 from shoal.linking import Frame
-from shoal.result import BytesPerStep, ExchangeReport, ReplicaReport, RunResult, Staleness, versions
+from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
 from shoal.training.budget import Budget, LockstepBudget, SharedBudget
 from shoal.training.checkpoint import SCHEMA
 from shoal.training.folder import RunFolder
 from shoal.training.learning_rate import rate_at
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import MetricsFile
-
-
-@dataclass
-class Score:
-    """What is known of one replica's work."""
-
-    tally: Tally = field(default_factory=Tally)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
+from shoal.training.scores import Scores
 
 
 @dataclass
@@ -54,6 +45,9 @@ class Past:
     last_loss: float = float("nan")
     step_seconds: tuple[float, ...] = ()
     tested: int = 0
+    scores: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What `Scores.saved` gave."""
+    events: tuple[dict[str, Any], ...] = ()
 
 
 class Conductor:
@@ -77,7 +71,7 @@ class Conductor:
         self._steps_per_epoch = about.steps_per_epoch
         self._total = config.epochs * about.steps_per_epoch
         self._budget: Budget = self._make_budget()
-        self._scores: dict[int, Score] = {}
+        self._scores = Scores(past.scores)
         self._begun = time.perf_counter() - past.wall_seconds
         self._wall = time.time()
         self._losses: list[float] = []
@@ -90,8 +84,8 @@ class Conductor:
         """Epochs that need no test any more."""
         self._testing: tuple[int, int] | None = None
         """The replica that tests now, and after how many epochs."""
-        self._settled: dict[str, Any] = {}
-        """How far the run was when the weights that are tested were taken."""
+        self._settled: dict[int, dict[str, Any]] = {}
+        """How far the run was when a replica took the weights that it tests."""
         self._stopping = False
         self._stop_at = 0
         """In lockstep: the batch that all replicas reach before they stop."""
@@ -203,7 +197,7 @@ class Conductor:
                         self.stop()
                     return self._order(replica), []
                 case "settling":
-                    self._settled = self._how_far()
+                    self._settled[replica] = self._how_far()
                     return {}, []
                 case "plan":
                     write_text_atomically(self._folder.plan, frame.head["plan"])
@@ -278,9 +272,8 @@ class Conductor:
 
     def _trained(self, replica: int) -> int:
         """Steps behind a replica's statistics; all but late ones begin with those of the checkpoint."""
-        score = self._scores.get(replica)
         before = self._past.counted if replica < self._config.replicas else 0
-        return before + (0 if score is None else score.tally.steps)
+        return before + self._scores.steps_here(replica)
 
     def _rate(self, number: int) -> float:
         config = self._config
@@ -307,11 +300,8 @@ class Conductor:
     # What replicas tell
 
     def _note(self, replica: int, done: Mapping[str, Any]) -> None:
-        score = self._scores.setdefault(replica, Score())
-        score.tally.add(Tally.from_dict(dict(done["tally"])))
-        score.peak_bytes = done["peaks"]
+        self._scores.note(replica, done)
         for step in done["steps"]:
-            score.seconds.append(step["seconds"])
             self._note_step(replica, step, applied=done["applied"])
 
     def _note_step(self, replica: int, step: Mapping[str, Any], *, applied: bool) -> None:
@@ -354,13 +344,14 @@ class Conductor:
             samples_per_sec=steps * self._samples_per_batch / seconds,
             step_time_ms=1000 * seconds / max(steps, 1),
             active=self._coordinator.active(),
-            dropped=sum(score.tally.dropped for score in self._scores.values()),
+            dropped=self._scores.total("dropped"),
             staleness_mean=None if staleness is None else staleness.mean,
-            updates={number: score.tally.updates for number, score in sorted(self._scores.items())},
-            wait_seconds={number: round(score.tally.wait_seconds, 3) for number, score in sorted(self._scores.items())},
-            sent_bytes=sum(score.tally.sent_bytes for score in self._scores.values()),
-            received_bytes=sum(score.tally.received_bytes for score in self._scores.values()),
-            spread=self._spread(),
+            staleness_histogram=None if staleness is None else staleness.histogram,
+            updates={number: score.tally.updates for number, score in self._scores},
+            wait_seconds={number: round(score.tally.wait_seconds, 3) for number, score in self._scores},
+            sent_bytes=self._scores.total("sent_bytes"),
+            received_bytes=self._scores.total("received_bytes"),
+            spread=self._scores.spread(),
         )
         self._losses, self._logged, self._logged_at = [], counted, now
 
@@ -375,7 +366,7 @@ class Conductor:
             stopping = after == 0 and self._stop_saver == replica
             if not stopping and self._testing != (replica, after):  # it was thought gone, and another does it
                 return
-            settled = self._settled
+            settled = self._settled[replica]
         if found is not None and not math.isfinite(found["loss"]):
             self._diverge(f"the loss of the common weights became {found['loss']} after {settled['steps']} batches.")
             return
@@ -397,7 +388,8 @@ class Conductor:
         if after == self._config.epochs:
             weights = frame.buffers[1]
             write_atomically(self._folder.weights, lambda draft: draft.write_bytes(weights.numpy().tobytes()))
-            result = self._result(found, frame.head["parameters"])
+            with self._changed:
+                result = self._result(found, frame.head["parameters"])
             write_text_atomically(self._folder.result, result.to_json())
             self.result = result
         with self._changed:
@@ -409,7 +401,7 @@ class Conductor:
     def _how_far(self) -> dict[str, Any]:
         """What a checkpoint says of the run, for weights that are taken now."""
         counted = self._budget.counted
-        seconds = [*self._past.step_seconds, *(s for score in self._scores.values() for s in score.seconds)]
+        seconds = [*self._past.step_seconds, *self._scores.step_seconds]
         return {
             "position": Position(*divmod(counted, self._steps_per_epoch)).to_dict(),
             "steps": counted,
@@ -418,6 +410,8 @@ class Conductor:
             "step_seconds": torch.tensor(seconds, dtype=torch.float64),
             "wall_seconds": time.perf_counter() - self._begun,
             "metrics_length": self._metrics.length,
+            "replicas": self._scores.saved(),
+            "events": self._events(),
         }
 
     def _save(self, state: torch.Tensor, settled: Mapping[str, Any]) -> None:
@@ -449,9 +443,12 @@ class Conductor:
                 self._testing = None
             if self._stop_saver == event.who and not self._saved_stop:
                 self._stop_saver = None
-        if event.what == "server lost":
+        told: str = event.what
+        if self._place.kind == "threads" and event.who < self._place.servers and told in ("lost", "frozen", "back"):
+            told = f"server {told}"  # it holds a part of the weights, and nobody goes on without that
+        if told == "server lost":
             self._lose_server(event.who)
-        self._listener.happened(event.what, event.who)
+        self._listener.happened(told, event.who)
 
     def _give_up_on_frozen(self) -> None:
         """End a run that cannot go on without a frozen replica; others may wait for it here, not in a collective."""
@@ -465,6 +462,8 @@ class Conductor:
                 )
 
     def _go_on(self) -> str:
+        if not self._folder.checkpoint.exists():
+            return "There is no checkpoint yet: start it again."
         return f"Go on from the last checkpoint with: shoal train --resume {self._folder.path}"
 
     def _lose_server(self, number: int) -> None:
@@ -496,28 +495,20 @@ class Conductor:
     # The end
 
     def _staleness(self) -> Staleness | None:
-        if self._options.lockstep:
-            return None
-        counts: Counter[int] = Counter()
-        for score in self._scores.values():
-            counts.update(score.tally.staleness)
-        if not counts:
-            return None
-        return Staleness(
-            mean=sum(age * count for age, count in counts.items()) / counts.total(),
-            max=max(counts),
-            histogram=dict(sorted(counts.items())),
-        )
+        return None if self._options.lockstep else self._scores.staleness()
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Who came, left, froze and was lost, in seconds of the whole run."""
+        start = self._wall - self._past.wall_seconds
+        here = [{"what": e.what, "who": e.who, "when": round(e.when - start, 3)} for e in self._history]
+        return [*self._past.events, *here]
 
     def _result(self, found: Mapping[str, Any], parameters: int) -> RunResult:
         config = self._config
-        seconds = [*self._past.step_seconds, *(s for score in self._scores.values() for s in score.seconds)]
-        per_batch = self._samples_per_batch
-        share = per_batch // config.replicas if self._options.lockstep else per_batch
-        rates = [len(score.seconds) * share / sum(score.seconds) for score in self._scores.values() if score.seconds]
-        tallies = [score.tally for score in self._scores.values()]
-        moved = sum(tally.sent_bytes + tally.received_bytes for tally in tallies)
-        steps = max(1, sum(tally.steps for tally in tallies))
+        per_batch, scores = self._samples_per_batch, self._scores
+        counted_here = self._budget.counted - self._past.counted
+        # In lockstep what one sends others receive; servers are no replicas, so with them both ways count.
+        moved = scores.total("sent_bytes") + (0 if self._options.lockstep else scores.total("received_bytes"))
         return RunResult(
             model=config.model,
             data=self._about.data,
@@ -533,18 +524,20 @@ class Conductor:
             test_loss=found["loss"],
             test_accuracy=found["accuracy"],
             test_iou=found["iou"],
-            step_seconds_median=statistics.median(seconds or [0.0]),
-            samples_per_second=sum(rates),
-            bytes_per_step=BytesPerStep(predicted=self._predicted_bytes(parameters), counted=round(moved / steps)),
-            peak_memory_bytes=[peak for _, score in sorted(self._scores.items()) for peak in score.peak_bytes],
+            step_seconds_median=scores.median_seconds(self._past.step_seconds),
+            samples_per_second=counted_here * per_batch / max(scores.training_seconds, 1e-9),
+            bytes_per_step=BytesPerStep(
+                predicted=self._predicted_bytes(parameters), counted=round(moved / max(1, scores.total("steps")))
+            ),
+            peak_memory_bytes=[peak for _, score in scores for peak in score.peak_bytes],
             staleness=self._staleness(),
             exchanged=ExchangeReport(
                 options=self._options.model_dump(mode="json"),
                 servers=self._place.kind,
-                replicas={number: _report(score) for number, score in sorted(self._scores.items())},
+                replicas={number: score.report() for number, score in scores},
                 repeated=self._budget.repeated,
-                spread=self._spread(),
-                events=[{"what": e.what, "who": e.who, "when": round(e.when - self._wall, 3)} for e in self._history],
+                spread=scores.spread(),
+                events=self._events(),
             ),
             wall_seconds=time.perf_counter() - self._begun,
             parameters=parameters,
@@ -555,13 +548,11 @@ class Conductor:
             versions=versions(),
         )
 
-    def _spread(self) -> float | None:
-        """The largest distance of a replica from the common weights, as last measured by each."""
-        found = [score.tally.spread for score in self._scores.values() if score.tally.spread is not None]
-        return max((one for one in found if math.isfinite(one)), default=None)
-
     def _predicted_bytes(self, parameters: int) -> int | None:
-        """Float32 weights that cross between a replica and others per step; None where it depends on the values."""
+        """Float32 weights that cross between a replica and others per step.
+
+        None where that depends on the values, or on who is late.
+        """
         options, size = self._options, 4 * parameters
         if isinstance(options, Served):
             if self._place.kind == "direct":
@@ -571,17 +562,4 @@ class Conductor:
             return round(size / options.push_every + size / options.fetch_every)
         if options.lockstep:
             return round(2 * (self._config.replicas - 1) / self._config.replicas * size)
-        return 2 * size
-
-
-def _report(score: Score) -> ReplicaReport:
-    tally = score.tally
-    return ReplicaReport(
-        steps=tally.steps,
-        updates=tally.updates,
-        dropped=tally.dropped,
-        wait_seconds=tally.wait_seconds,
-        train_seconds=sum(score.seconds),
-        sent_bytes=tally.sent_bytes,
-        received_bytes=tally.received_bytes,
-    )
+        return None if options.parts_of_batch(self._config.replicas) < self._config.replicas else 2 * size

@@ -192,11 +192,12 @@ class _Life:
         if applied is None:
             return False
         tally = self._exchange.take_tally()
+        speaks = bool(self._exchange.replica.names)
         own = [applied, peak_bytes(self._job.device), tally.sent_bytes, tally.received_bytes, tally.wait_seconds]
-        rows = self._job.network.gather([*own, max(tally.staleness, default=0)])
-        applies, peaks, sent, received, waits, ages = zip(*rows, strict=True)
+        rows = self._job.network.gather([*own, max(tally.staleness, default=0), speaks])
+        applies, peaks, sent, received, waits, ages, speakers = zip(*rows, strict=True)
         # One push of the replica, however many of its ranks speak; it counts if any part of it was applied.
-        counted = bool(max(applies))
+        counted = any(one for one, speaks in zip(applies, speakers, strict=True) if speaks) or not any(speakers)
         tally.updates, tally.dropped = int(counted), int(not counted)
         tally.sent_bytes, tally.received_bytes, tally.wait_seconds = int(sum(sent)), int(sum(received)), max(waits)
         tally.staleness = Counter({int(max(ages)): 1} if counted else {})

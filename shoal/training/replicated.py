@@ -105,6 +105,11 @@ def join_run(folder: Path) -> None:
             f"--join {str(folder)!r}: no run with replicas goes on there.",
             "Give the --out folder of a run that is under way with an asynchronous exchange.",
         ) from None
+    if meeting.shared is not None and not meeting.shared.exists():
+        raise ConfigError(
+            f"the run in {str(folder)!r} keeps its weights in the memory of another host.",
+            "Join it from there, or start it with --exchange-options servers=processes.",
+        )
     config = TrainConfig.parse({**read_recipe(RunFolder(folder).config), "out": folder}, source="--join: ")
     options = _options(config)
     if options.lockstep:
@@ -224,6 +229,8 @@ def _past(resumed: Path | None, config: TrainConfig) -> Past:
         last_loss=content["last_loss"],
         step_seconds=tuple(content["step_seconds"].tolist()),
         tested=content.get("tested", 0),
+        scores=content.get("replicas", {}),
+        events=tuple(content.get("events", ())),
     )
 
 
