@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
-from shoal.exchanges import Backup, ExchangeOptions, parse_exchange
+from shoal.exchanges import ExchangeOptions, parse_exchange
 from shoal.machine import cores
 from shoal.units import parse_quantity
 
@@ -213,11 +213,7 @@ class TrainConfig(Settings):
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
 
     def _check_batch(self, options: ExchangeOptions) -> None:
-        if isinstance(options, Backup) and options.backups >= self.replicas:
-            raise ConfigError(
-                f"backups = {options.backups} leaves none of {self.replicas} replicas to wait for.",
-                "Give more --replicas, or fewer backups.",
-            )
+        options.check_replicas(self.replicas)
         parts = options.parts_of_batch(self.replicas)
         if self.batch % parts:
             raise ConfigError(

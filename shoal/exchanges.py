@@ -34,6 +34,9 @@ class ExchangeOptions(BaseModel):
         """Replicas whose gradients make up one batch."""
         return replicas
 
+    def check_replicas(self, replicas: int) -> None:
+        """A `ConfigError` where so many replicas cannot do what the options say."""
+
 
 class Allreduce(ExchangeOptions):
     """Every step all replicas take the mean of their gradients. Exact: R replicas are one with R times the batch."""
@@ -56,7 +59,15 @@ class Backup(ExchangeOptions):
 
     def parts_of_batch(self, replicas: int) -> int:
         """Without the backups: whichever replicas are late."""
-        return max(1, replicas - self.backups)
+        return replicas - self.backups
+
+    def check_replicas(self, replicas: int) -> None:
+        """Somebody's gradient must count."""
+        if self.backups >= replicas:
+            raise ConfigError(
+                f"backups = {self.backups} leaves none of {replicas} replicas to wait for.",
+                "Give more replicas, or fewer backups.",
+            )
 
 
 class Served(ExchangeOptions):
@@ -91,6 +102,14 @@ class Served(ExchangeOptions):
         """Steps from one fetch to the next."""
         return self.n_fetch or self.n_sync or self.period
 
+    def check_replicas(self, replicas: int) -> None:
+        """A replica's threads hold one shard."""
+        if self.servers == "threads" and (self.shards or 0) > replicas:
+            raise ConfigError(
+                f"shards = {self.shards} with servers = 'threads', but there are {replicas} replicas to hold them.",
+                f"Give at most shards={replicas}, or servers=processes.",
+            )
+
     @model_validator(mode="after")
     def _check_periods(self) -> "Served":
         if self.n_sync is not None and (self.n_push or self.n_fetch):
@@ -121,7 +140,7 @@ class Downpour(Served):
 class Dasgd(Served):
     """Asynchronous servers with sparse gradients, momentum and decay with staleness (Chan & Lane 2014).
 
-    With `sparse=none, decay=none` and the run's momentum at the server it is plain `downpour`.
+    With `sparse=none, decay=none` it is plain `downpour`, of `rule=add` with `momentum_at=worker`, else of `rule=sgd`.
     """
 
     name = "dasgd"

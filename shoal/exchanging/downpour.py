@@ -99,11 +99,13 @@ class Downpour(Exchange):
     def _server_state(self) -> str | None:
         """Under which name the optimizer remembers what the servers' rule does; None where it has no memory.
 
-        Where replicas step too, their optimizers' momentum is their own.
+        Where replicas step too, their optimizers have a momentum of their own beside it.
         """
         if self._rule == "adagrad":
             return "sum"
-        return "momentum_buffer" if self._rule == "sgd" and self._server_momentum > 0 and not self._local else None
+        if self._rule == "add" or not self._server_momentum:
+            return None
+        return "server_momentum" if self._local else "momentum_buffer"
 
     def step(self, rate: float | None) -> bool | None:
         self.tally.steps += 1
@@ -241,7 +243,7 @@ class Downpour(Exchange):
         return outcome
 
     def _copy_now_and_then(self, *, fetch: bool, push: bool) -> list[Tensor] | None:
-        self._exchanges += 1
+        self._exchanges += fetch and push
         due = fetch and push and self._exchanges % SPREAD_EVERY == 0
         return [weight.clone() for weight in self.replica.weights] if due else None
 

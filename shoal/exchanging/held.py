@@ -131,7 +131,9 @@ class Shard:
 
     def _step(self, push: Push, factor: float) -> None:
         rule, rate = self.policy.rule, push.rate
-        if self.policy.decay == "inverse":  # of the rate, as its paper has it: momentum remembers the whole gradient
+        if (
+            self.policy.decay == "inverse" and rule.reads_rate
+        ):  # of the rate, as its paper has it: momentum remembers the whole gradient
             rate, factor = rate * factor, 1.0
         if sparse := push.sparse:
             if factor != 1.0:
@@ -143,6 +145,11 @@ class Shard:
         if factor != 1.0:
             torch._foreach_mul_(tensors, factor)
         rule.apply(self.weights, tensors, self.state, rate)
+
+    def skip(self) -> None:
+        """Count one update more without any: whoever was to make it is gone."""
+        with self._updating():
+            self.counts[VERSION] += 1
 
     def snapshot(self) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Copies of weights and state, of one version."""

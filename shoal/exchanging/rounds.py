@@ -59,9 +59,13 @@ class Rounds:
 
     def _apply_if_complete(self) -> None:
         version = self._shard.version
-        if self._count and self._count >= self._of_versions.get(version, self._wanted):
+        if self._count < self._of_versions.get(version, self._wanted):
+            return
+        if self._count:
             torch._foreach_div_(self._sums, self._count)
             self._shard.exchange(Push(self._sums, version, self._rate), None)
             torch._foreach_zero_(self._sums)
             self._count = 0
-            self._changed.notify_all()
+        else:  # all whose gradients were to count were lost before these came
+            self._shard.skip()
+        self._changed.notify_all()

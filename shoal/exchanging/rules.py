@@ -12,7 +12,7 @@ holds the weights allocates it, perhaps in memory that processes share. All tens
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ State = Sequence[Sequence[Tensor]]
 
 class Rule(ABC):
     """How pushes change weights. Has no state of its own, so threads may share one."""
+
+    reads_rate: ClassVar[bool] = True
+    """Whether the rate scales the update; else replicas have applied theirs already."""
 
     @property
     @abstractmethod
@@ -149,6 +152,8 @@ class Adagrad(Rule):
 class Add(Rule):
     """w += pushed: replicas push changes of weights, to which they applied the rate and all else themselves."""
 
+    reads_rate = False
+
     @property
     def slots(self) -> int:
         return 0
@@ -180,8 +185,8 @@ def staleness_factor(staleness: int, kind: StalenessKind, base: float) -> float:
     """By how much a push counts whose weights were `staleness` updates old when it arrived.
 
     "exponential": base ** staleness (Chan & Lane 2014), a factor of what was pushed, so that momentum sees it too;
-    0 < base <= 1. "inverse": 1 / staleness (Zhang et al. 2016), a factor of the rate. Adagrad
-    would divide a factor of what was pushed out again.
+    0 < base <= 1. "inverse": 1 / staleness (Zhang et al. 2016), a factor of the rate, or of a change to which the
+    replica has applied the rate itself. Adagrad would divide a factor of what was pushed out again.
 
     >>> [staleness_factor(2, kind, base=0.5) for kind in ("none", "exponential", "inverse")]
     [1.0, 0.25, 0.5]

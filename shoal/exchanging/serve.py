@@ -34,7 +34,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     host, port, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    serve(Server(host=own_address(host)), (host, port), os.environ[TOKEN], number)
+
+    def tell(error: BaseException) -> None:
+        print(f"shoal: server {number} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+    serve(Server(host=own_address(host), on_error=tell), (host, port), os.environ[TOKEN], number)
 
 
 def serve(server: Server, coordinator: Address, token: str, number: int) -> None:

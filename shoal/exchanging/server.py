@@ -7,7 +7,7 @@ replica what it holds and by which rule, so it needs no settings of its own. Its
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -20,8 +20,6 @@ from shoal.exchanging.rounds import Rounds
 from shoal.exchanging.rules import make_rule
 from shoal.exchanging.sparse import Mirror, Selector, Sparse
 from shoal.linking import Address, Door, Link, connect
-
-"""Seconds that a replica waits for a server's answer."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,14 @@ class _Held:
 class Server:
     """Holds shards by key for whoever knows the door's token."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", on_error: Callable[[BaseException], None] | None = None) -> None:
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
         self._needs: tuple[Mapping[int, int], int] | None = None
         self.errors: list[BaseException] = []
-        self._door = Door(self._serve, host=host, on_error=lambda _link, _hello, error: self.errors.append(error))
+        """What went wrong here, unless somebody else wants to know."""
+        tell = on_error or self.errors.append
+        self._door = Door(self._serve, host=host, on_error=lambda _link, _hello, error: tell(error))
         self.address, self.token = self._door.address, self._door.token
         """Where replicas reach it, and what they must know."""
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.exchanges import ExchangeOptions, parse_exchange
+from shoal.exchanges import ExchangeOptions, Served, parse_exchange
 from shoal.exchanging import (
     Meeting,
     MeetingPlace,
@@ -32,6 +32,7 @@ from shoal.exchanging import (
     serve_in_threads,
     server_count,
 )
+from shoal.execution import ParallelModule
 from shoal.launching import World, surrounding, table_of
 from shoal.linking import LOOPBACK
 
@@ -43,13 +44,26 @@ _meetings = count()
 def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "allreduce", **options: Any) -> "OwnLoop":
     """Make this process one replica of several, which torchrun or srun started; alone, it is the only one.
 
-    `name` and `options` as for `--exchange` and `--exchange-options`. The first replica's weights become everybody's.
-    With servers that step (`downpour` with n_sync 1, `backup`, `dasgd`) the optimizer must be plain SGD: its rate,
-    momentum and weight decay are taken over, its own `step` is not called. All replicas call this.
+    `name` and `options` as for `--exchange` and `--exchange-options`, but for `warm_start`: who trains first, the loop
+    itself says. The weights of rank 0 become everybody's. With servers that step (`downpour` with n_sync 1,
+    `backup`, `dasgd`) the optimizer must be plain SGD: its rate, momentum and weight decay are taken over, its own
+    `step` is not called. All replicas call this.
 
-    Raises `ConfigError` for an unknown name, option or optimizer.
+    A replica is one process: replicas that are groups under a plan are for `shoal train`.
+
+    Raises `ConfigError` for an unknown name, option, network or optimizer.
     """
+    if isinstance(model, ParallelModule):
+        raise ConfigError(
+            "this network is laid over several ranks by shoal.parallelize, and here every rank is a replica.",
+            "Train replicas that are groups with: shoal train --replicas R --workers N --plan P --exchange NAME",
+        )
     parsed = parse_exchange(name, options)
+    if isinstance(parsed, Served) and parsed.warm_start:
+        raise ConfigError(
+            f"warm_start = {parsed.warm_start} is for shoal train, which hands out the batches.",
+            "Leave it away, and let rank 0 train some steps before the others call step.",
+        )
     world = surrounding()
     if world is not None and world.size == 1:
         world = None
@@ -58,6 +72,7 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
             "the processes of this world were not started by torchrun or srun.",
             "Start them so: replicas find each other through what these tell them.",
         )
+    parsed.check_replicas(1 if world is None else world.size)
     return OwnLoop(model, optimizer, parsed, world)
 
 
@@ -92,7 +107,7 @@ class OwnLoop:
                     self._ending.callback(server.close)
             self._exchange = join(options, replica, self._seat, number)
             self._ending.callback(self._exchange.close)
-            self._exchange.begin(first=not welcome["late"])
+            self._exchange.begin(first=number == 0)
         except ValueError as error:
             self._end()
             raise ConfigError(

@@ -121,7 +121,7 @@ def pull_the_cable(host: Host, *, pulled: bool) -> None:
 
 
 @pytest.mark.parametrize("servers", ["processes", "threads"])
-def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody(
+def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody_and_one_may_join(
     start: Start, hosts: list[Host], mine: list[str], tmp_path: Path, servers: str, pytestconfig: pytest.Config
 ) -> None:
     if servers == "threads":
@@ -150,7 +150,22 @@ def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody(
     wait_for(lambda: lines(out, "lost"), first)
     goes_on(out, first)
     assert lines(out, "steps")[-1]["active"] == [0]
-    first.send_signal(signal.SIGINT)
-    printed = first.communicate(timeout=60)
+
+    late = subprocess.Popen(
+        [*hosts[1].prefix, sys.executable, "-m", "shoal", "train", "--join", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(under_way(out, [0, 2]), first)
+        first.send_signal(signal.SIGINT)
+        printed = first.communicate(timeout=60)
+        assert "shoal:" not in late.communicate(timeout=60)[1]
+        assert late.returncode == 0
+    finally:
+        late.kill()
+        late.communicate()
     assert "replica 1 was lost" in printed[0]
     assert "--resume" in printed[1]

@@ -1,6 +1,8 @@
 """What every exchange keeps, on real links and shared memory: see the first lines of each exchange's file."""
 
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -109,15 +111,19 @@ def test_a_gradient_beyond_the_bound_is_dropped_and_not_applied(servers: int) ->
 @pytest.mark.parametrize(("decay", "factor"), [("none", 1.0), ("exponential", 0.5**2), ("inverse", 1 / 2)])
 @pytest.mark.parametrize("sparse", ["none", "topk"])
 @pytest.mark.parametrize("servers", [0, 1])
-def test_a_stale_gradient_is_weakened(decay: str, factor: float, sparse: str, servers: int) -> None:
-    options = {"decay": decay, "decay_base": 0.5, "sparse": sparse, "density": 1.0, "n_sync": 1}
-    with meeting("dasgd", 3, servers=servers, **options) as (side, _):
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("momentum_at", ["worker", "server"])
+def test_a_stale_gradient_is_weakened(
+    decay: str, factor: float, sparse: str, servers: int, period: int, momentum_at: str
+) -> None:
+    options = {"decay": decay, "decay_base": 0.5, "sparse": sparse, "density": 1.0, "n_sync": period}
+    with meeting("dasgd", 3, servers=servers, momentum_at=momentum_at, **options) as (side, _):
         first, second, third = sides(side, 3, momentum=0.0, weight_decay=0.0)
         begun = third.weights()
-        first.push(0.0)
-        second.push(0.0)
-        third.push(1.0)
-        torch.testing.assert_close(third.weights(), begun - factor)
+        for one, gradient in ((first, 0.0), (second, 0.0), (third, 1.0)):
+            for _ in range(period):
+                one.push(gradient)
+        torch.testing.assert_close(third.weights(), begun - period * factor)
 
 
 def test_what_a_replica_has_not_pushed_stays_on_top_of_what_it_fetches() -> None:
@@ -162,17 +168,44 @@ def test_adagrad_over_shards_is_adagrad(servers: int, shards: int | None) -> Non
 
 
 @pytest.mark.parametrize("servers", [0, 2])
-def test_all_switches_off_is_downpour_to_the_bit(servers: int) -> None:
+@pytest.mark.parametrize(
+    ("downpour", "momentum_at"),
+    [({"n_sync": 1}, "server"), ({"n_sync": 3}, "worker"), ({"n_sync": 3, "rule": "sgd"}, "server")],
+)
+def test_all_switches_off_is_downpour_to_the_bit(servers: int, downpour: dict[str, Any], momentum_at: str) -> None:
     found = []
-    off = {"sparse": "none", "decay": "none", "momentum_at": "server", "n_sync": 1}
-    for name, options in (("downpour", {}), ("dasgd", off)):
+    off: dict[str, Any] = {"sparse": "none", "decay": "none", "momentum_at": momentum_at, "n_sync": downpour["n_sync"]}
+    for name, options in (("downpour", downpour), ("dasgd", off)):
         with meeting(name, 2, servers=servers, **options) as (side, _):
             pair = sides(side, 2)
-            for number in range(9):
+            for number in range(19):
                 pair[number % 3 % 2].step(*batch(number))
             pair[0].exchange.settle()
             found.append(pair[0].weights())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"rule": "sgd", "n_push": 1, "n_fetch": 2}, {"rule": "sgd", "n_sync": 3}, {}])
+def test_what_servers_remember_is_saved_and_given_back(options: dict[str, Any]) -> None:
+    kept = "server_momentum" if options else "momentum_buffer"
+    with meeting("downpour", 1, **options) as (side, _):
+        one = side(0)
+        for number in range(6):
+            one.step(*batch(number))
+        one.exchange.settle()
+        saved = deepcopy({"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()})
+        momenta = [one.optimizer.state[p][kept].clone() for p in one.model.parameters()]
+        assert any(momentum.any() for momentum in momenta)
+        for number in range(6, 12):
+            one.step(*batch(number))
+        one.exchange.settle()
+        expected = one.weights()
+    with meeting("downpour", 1, **options) as (side, _):
+        one = side(0, loaded=saved)
+        for number in range(6, 12):
+            one.step(*batch(number))
+        one.exchange.settle()
+        assert torch.equal(one.weights(), expected)
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -271,6 +304,17 @@ def test_a_lost_replica_is_not_waited_for() -> None:
         assert all(at_once([lambda: ready[0].push(1.0), lambda: ready[1].push(3.0), lose]))
         torch.testing.assert_close(ready[0].weights(), begun - 2.0)
         assert coordinator.active() == [0, 1]
+
+
+def test_a_round_of_which_all_gradients_are_lost_is_skipped() -> None:
+    with meeting("backup", 2, servers=1, backups=1) as (side, coordinator):
+        first, second = sides(side, 2, momentum=0.0, weight_decay=0.0)
+        begun = second.weights()
+        assert first.seat.ask({"ask": "ticket", "version": 0}).head["counts"]  # and then its gradient never comes
+        (dropped,) = at_once([lambda: second.push(float("nan")), lambda: coordinator.drop(0)], 20)[:1]
+        assert dropped is False
+        assert second.push(1.0)
+        torch.testing.assert_close(second.weights(), begun - 1.0)
 
 
 def test_a_late_replica_begins_with_the_common_weights() -> None:

@@ -1,7 +1,7 @@
 """Replicas as threads, or one after the other, of one process: real links and shards, no launcher."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -104,9 +104,13 @@ def meeting(
             momentum: float = 0.9,
             weight_decay: float = 0.01,
             seed: int = 1,
+            loaded: Mapping[str, Any] | None = None,
         ) -> Side:
             model = network(kind, seed)
             optimizer = sgd(model, momentum, weight_decay)
+            if loaded is not None:
+                model.load_state_dict(loaded["model"])
+                optimizer.load_state_dict(loaded["optimizer"])
             seat = Seat(where, rank=0, replica=number, pids=[], heartbeat=parsed.heartbeat)
             seat.live(number)
             exchange = join(parsed, Replica(dict(model.named_parameters()), optimizer), seat, number)
