@@ -391,7 +391,11 @@ def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     epochs = saved["steps"] // steps_per_epoch + 2
     again = shoal("train", "--resume", out.name, "--epochs", str(epochs))
     assert again.returncode == 0, again.stderr
-    assert result_of(out)["samples"] == epochs * 80
+    result = result_of(out)
+    assert result["samples"] == epochs * 80
+    # Of both parts; what was in flight at the stop may have been trained on twice.
+    assert sum(one["steps"] for one in result["exchanged"]["replicas"].values()) * 4 >= result["samples"]
+    assert [event["what"] for event in result["exchanged"]["events"]].count("joined") == 4
     return str(epochs)
 
 
