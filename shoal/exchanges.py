@@ -150,7 +150,10 @@ class Dasgd(Served):
     """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is
     estimated from a sample), those above a fixed threshold (Chan & Lane), or all."""
     density: float = Field(default=0.01, gt=0, le=1)
-    """Share of each tensor that sampled and topk push, and that servers send back."""
+    """Share of each tensor that sampled and topk push."""
+    density_back: float | None = Field(default=None, gt=0, le=1)
+    """Share of each tensor that servers send back over links. Unless given four times `density`: what a replica is not
+    told makes its next gradients stale, and with as little back as forth accuracy was lost."""
     threshold: float = Field(default=1e-4, gt=0)
     """Smallest magnitude that `sparse=threshold` pushes."""
     residual: bool = True
@@ -165,6 +168,11 @@ class Dasgd(Served):
     )
     decay_base: float = Field(default=0.9, gt=0, le=1)
     """Base of the exponential decay."""
+
+    @property
+    def share_back(self) -> float:
+        """Share of each tensor that servers send back over links."""
+        return self.density_back or min(1.0, 4 * self.density)
 
     @model_validator(mode="after")
     def _check_sparse(self) -> "Dasgd":

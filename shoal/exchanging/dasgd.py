@@ -4,9 +4,10 @@ Keeps       what `downpour` keeps; with sparse and decay off it is `downpour` of
             momentum at the worker `rule=add`, at the server `rule=sgd`.
             With `residual` nothing is lost: what was not pushed is added to the next gradient.
 Gives up    a replica's weights lag behind the servers' where a change was too small to be sent back.
-Costs       a push sends 8 bytes for each of `density` of the elements, and over links a fetch the same for the elements
-            that changed most; selecting costs about five passes over the gradient. One more copy of the gradient in
-            each replica (residual), one with momentum at the worker, and per replica one in the servers (what it has).
+Costs       a push sends 8 bytes for each of `density` of the elements, and over links a fetch the same for the
+            `density_back` that changed most; selecting costs about five passes over the gradient. One more copy of the
+            gradient in each replica (residual), one with momentum at the worker, and per replica one in the servers
+            (what it has).
 Failure     as `downpour`; a replica that is lost takes its residual with it. Of a push that is dropped as too stale
             (`max_staleness`) what was not selected stays in the residual, though its batch is trained on again.
 """

@@ -154,7 +154,7 @@ def _dasgd(
         "weight_decay": 0.0 if adds else weight_decay - own_decay,
         "decay": options.decay,
         "decay_base": options.decay_base,
-        "back": {"kind": back, "density": options.density} if sparse_back else None,
+        "back": {"kind": back, "density": options.share_back} if sparse_back else None,
     }
     return Dasgd(
         replica,
