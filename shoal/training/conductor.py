@@ -300,7 +300,7 @@ class Conductor:
     # What replicas tell
 
     def _note(self, replica: int, done: Mapping[str, Any]) -> None:
-        self._scores.note(replica, done)
+        self._scores.note(replica, done, time.perf_counter())
         for step in done["steps"]:
             self._note_step(replica, step, applied=done["applied"])
 

@@ -62,7 +62,7 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
     if isinstance(parsed, Served) and parsed.warm_start:
         raise ConfigError(
             f"warm_start = {parsed.warm_start} is for shoal train, which hands out the batches.",
-            "Leave it away, and let rank 0 train some steps before the others call step.",
+            "Leave it away, let rank 0 train some steps alone, and have the others settle() before their first.",
         )
     world = surrounding()
     if world is not None and world.size == 1:

@@ -1,8 +1,7 @@
-"""What each replica of a run did, added up over all parts of a run that was resumed."""
+"""What each replica of a run did, added up over all parts of a run that was resumed. Pure."""
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,14 +44,14 @@ class Scores:
         self.step_seconds: list[float] = []
         """Of all replicas' steps in this part of the run."""
         self.training_seconds = 0.0
-        """In this part of the run: how long some replica trained; not the tests while which nobody did."""
+        """In this part of the run: how long some replica trained, without tests during which nobody did."""
         self._until = -math.inf
 
     def __iter__(self) -> Iterator[tuple[int, Score]]:
         return iter(sorted(self._of.items()))
 
-    def note(self, replica: int, done: Mapping[str, Any]) -> None:
-        """What a replica says after a push."""
+    def note(self, replica: int, done: Mapping[str, Any], now: float) -> None:
+        """What a replica says after a push, `now` in seconds of a clock that only goes forward."""
         score = self._of.setdefault(replica, Score())
         tally, seconds = Tally.from_dict(done["tally"]), [step["seconds"] for step in done["steps"]]
         score.tally.add(tally)
@@ -60,11 +59,8 @@ class Scores:
         score.peak_bytes = done["peaks"]
         self._steps_here[replica] += tally.steps
         self.step_seconds += seconds
-        self._extend(sum(seconds), time.perf_counter())
-
-    def _extend(self, seconds: float, now: float) -> None:
-        """Steps that took so many seconds have just ended; what others' steps cover already is not counted twice."""
-        self.training_seconds += max(0.0, now - max(now - seconds, self._until))
+        # These steps have just ended; what others' steps cover already is not counted twice.
+        self.training_seconds += max(0.0, now - max(now - sum(seconds), self._until))
         self._until = now
 
     def steps_here(self, replica: int) -> int:

@@ -13,28 +13,21 @@ def done(*seconds: float, updates: int = 1, dropped: int = 0, staleness: int = 0
     return {"tally": tally, "peaks": [7], "steps": [{"seconds": one} for one in seconds]}
 
 
-def test_time_in_which_several_train_counts_once_and_time_in_which_nobody_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("shoal.training.scores.time.perf_counter", lambda: now)
+def test_time_in_which_several_train_counts_once_and_time_in_which_nobody_does_not() -> None:
     scores = Scores()
-    scores.note(0, done(1.0, 1.0))  # 98 to 100
-    now = 100.5
-    scores.note(1, done(2.0))  # 98.5 to 100.5: half a second more
+    scores.note(0, done(1.0, 1.0), now=100.0)  # from 98
+    scores.note(1, done(2.0), now=100.5)  # from 98.5: half a second more
     assert scores.training_seconds == pytest.approx(2.5)
-    now = 110.0
-    scores.note(0, done(1.0))  # after a test of 8.5 seconds
+    scores.note(0, done(1.0), now=110.0)  # after a test of 8.5 seconds
     assert scores.training_seconds == pytest.approx(3.5)
 
 
-def test_what_was_saved_is_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.training.scores.time.perf_counter", lambda: 5.0)
+def test_what_was_saved_is_added_to() -> None:
     first = Scores()
-    first.note(0, done(1.0, staleness=2))
-    first.note(1, done(1.0, 1.0, updates=0, dropped=1))
+    first.note(0, done(1.0, staleness=2), now=5.0)
+    first.note(1, done(1.0, 1.0, updates=0, dropped=1), now=5.0)
     scores = Scores(first.saved())
-    scores.note(0, done(3.0, staleness=4))
+    scores.note(0, done(3.0, staleness=4), now=5.0)
     of = dict(scores)
     assert (of[0].report().steps, of[0].report().train_seconds, of[1].report().dropped) == (2, 4.0, 1)
     found = scores.staleness()
