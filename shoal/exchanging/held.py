@@ -131,9 +131,8 @@ class Shard:
 
     def _step(self, push: Push, factor: float) -> None:
         rule, rate = self.policy.rule, push.rate
-        if (
-            self.policy.decay == "inverse" and rule.reads_rate
-        ):  # of the rate, as its paper has it: momentum remembers the whole gradient
+        # Of the rate, as its paper has it: momentum remembers the whole gradient.
+        if self.policy.decay == "inverse" and rule.reads_rate:
             rate, factor = rate * factor, 1.0
         if sparse := push.sparse:
             if factor != 1.0:

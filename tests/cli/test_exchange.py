@@ -47,6 +47,7 @@ SETTINGS = [
     "--momentum",
     "0.5",
 ]
+GROUPS = ["--replicas", "2", "--workers", "4", "--plan"]
 LONG = ["--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000"]
 SAVING = ["--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50"]
 
@@ -102,31 +103,9 @@ def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, min
         ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=threads,n_sync=2"],
         ["--replicas", "2", "--exchange", "dasgd", "--exchange-options", "servers=processes,density=0.1"],
         ["--replicas", "3", "--exchange", "backup"],
-        [
-            "--replicas",
-            "2",
-            "--workers",
-            "4",
-            "--plan",
-            "data",
-            "--exchange",
-            "downpour",
-            "--exchange-options",
-            "max_staleness=0",
-        ],
-        ["--replicas", "2", "--workers", "4", "--plan", "model", "--exchange", "dasgd"],
-        [
-            "--replicas",
-            "2",
-            "--workers",
-            "4",
-            "--plan",
-            "data",
-            "--exchange",
-            "backup",
-            "--exchange-options",
-            "backups=0",
-        ],
+        [*GROUPS, "data", "--exchange", "downpour", "--exchange-options", "max_staleness=0"],
+        [*GROUPS, "model", "--exchange", "dasgd"],
+        [*GROUPS, "data", "--exchange", "backup", "--exchange-options", "backups=0"],
     ],
     ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
 )
