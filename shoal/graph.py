@@ -106,8 +106,8 @@ class LayerGraph:
     layers: tuple[Layer, ...]
     inputs: Mapping[str, TensorSpec]
     states: Mapping[str, TensorSpec]
-    output: str
-    """Name of the value that the network returns."""
+    outputs: tuple[str, ...]
+    """Names of the values that the network returns, each once; `capturing/signature.py` knows their structure."""
     training: bool
     batch: int
     any_batch: bool
@@ -116,6 +116,33 @@ class LayerGraph:
     """Buffers that count forward passes in training (batch norm's `num_batches_tracked`), and by how much."""
     smallest_batch: int = 1
     """The fewest samples that the network takes; some read rows by number, such as `x[1:3]`."""
+    targets: tuple[str, ...] = ()
+    """The inputs that a loss at the end compares the result with."""
+
+    @property
+    def output(self) -> str:
+        """The first value that the network returns."""
+        return self.outputs[0]
+
+    def batch_dim(self, name: str) -> int | None:
+        """The dim of a value that counts samples, one row each; None where it has none.
+
+        Where the graph does not follow the batch, the one dim that has its size. A `ValueError` says why it cannot
+        be told.
+        """
+        spec = self.specs[name]
+        if not self.any_batch:
+            dims = [dim for dim, size in enumerate(spec.shape) if size == self.batch]
+            if len(dims) > 1:
+                raise ValueError(f"dims {dims} of {name!r}, {spec.shape}, all have the size of the batch")
+            return dims[0] if dims else None
+        growing = [dim for dim, rows in enumerate(spec.per_sample) if rows]
+        if not growing:
+            return None
+        if len(growing) > 1 or spec.per_sample[growing[0]] != 1:
+            rows = [spec.per_sample[dim] for dim in growing]
+            raise ValueError(f"{name!r}, {spec.shape}, has {rows} rows for each sample in dims {growing}")
+        return growing[0]
 
     @cached_property
     def changed(self) -> tuple[str, ...]:
@@ -137,7 +164,7 @@ class LayerGraph:
     @cached_property
     def learning(self) -> frozenset[str]:
         """Layers from which a gradient of the result can come back: it stops at `detach` and at whole numbers."""
-        found = {self.output}
+        found = set(self.outputs)
         for layer in reversed(self.layers):
             if layer.name in found and layer.output.differentiable and not layer.op.startswith("aten.detach."):
                 found.update(layer.reads)

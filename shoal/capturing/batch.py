@@ -41,7 +41,7 @@ def follow_batch(
     try:
         _same(list(graph.inputs), list(doubled.inputs))
         _same([layer.name for layer in graph.layers], [layer.name for layer in doubled.layers])
-        _same((graph.states, graph.counters, graph.output), (doubled.states, doubled.counters, doubled.output))
+        _same((graph.states, graph.counters, graph.outputs), (doubled.states, doubled.counters, doubled.outputs))
         _same([name for name in states if not _equal(states[name], doubled_states[name])], [])
         batch = graph.batch
         found = replace(

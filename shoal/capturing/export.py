@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from threading import Lock
 
@@ -26,7 +27,8 @@ from shoal.capturing.batch import follow_batch
 from shoal.capturing.functional import doubtful_write, has_hidden_writes, operator_of
 from shoal.capturing.place import line_of, line_of_error
 from shoal.capturing.prepare import prepare
-from shoal.capturing.reader import counting_nodes, read
+from shoal.capturing.reader import Reading, counting_nodes, read
+from shoal.capturing.signature import Call, bind
 from shoal.errors import CaptureError
 from shoal.graph import LayerGraph
 from shoal.operators.base import Op
@@ -47,22 +49,42 @@ def capture(model: nn.Module, example: Tensor, *further: Tensor) -> LayerGraph:
 
 def capture_with_states(model: nn.Module, example: Tensor, *further: Tensor) -> tuple[LayerGraph, Mapping[str, Tensor]]:
     """`capture`, and the module's tensors by the names that the graph knows them under, constants included."""
+    reading = capture_call(model, bind(model, (example, *further), {}))
+    return reading.graph, reading.states
+
+
+def capture_call(model: nn.Module, call: Call) -> Reading:
+    """The network as it is called with these arguments, of which the tensors' shapes and types count.
+
+    The batch is dim 0 of the first tensor; every tensor whose dim 0 has that size is taken to follow it.
+    """
     _refuse_cumulative_averages(model)
-    inputs = (example, *further)
-    batch = example.shape[0] if example.ndim else 1
+    if not call.tensors:
+        raise CaptureError(
+            f"the network {type(model).__name__} was given no tensor.", "Pass an example of every tensor it is fed."
+        )
+    batch = batch_of(call.tensors)
     with _ONE_AT_A_TIME, _quiet(), torch.enable_grad():
-        graph, states = read(_functional(model, inputs), model, batch)
-        _refuse_unknown_draws(graph)
+        reading = read(_functional(model, call), model, batch)
+        _refuse_unknown_draws(reading.graph)
+        larger = replace(call, tensors=tuple(_doubled(tensor, batch) for tensor in call.tensors))
         try:
-            doubled = read(_functional(model, [_doubled(tensor, batch) for tensor in inputs]), model, 2 * batch)
+            doubled = read(_functional(model, larger), model, 2 * batch)
         except CaptureError:  # some operator does not work for another batch
-            return graph, states
-        return follow_batch(graph, states, *doubled), states
+            return reading
+        if not reading.returned.same_as(doubled.returned):
+            return reading
+        return replace(reading, graph=follow_batch(reading.graph, reading.states, doubled.graph, doubled.states))
 
 
-def _functional(model: nn.Module, inputs: Sequence[Tensor]) -> ExportedProgram:
+def batch_of(tensors: Sequence[Tensor]) -> int:
+    """The number of samples of a call: dim 0 of its first tensor."""
+    return tensors[0].shape[0] if tensors[0].ndim else 1
+
+
+def _functional(model: nn.Module, call: Call) -> ExportedProgram:
     """An exported program in which no operator changes a tensor that is read under another name."""
-    program = _export(model, inputs)
+    program = _export(model, call)
     prepare(program)
     if (node := doubtful_write(program.graph)) is not None:
         raise CaptureError(
@@ -86,9 +108,10 @@ def _without_writes(program: ExportedProgram, model: nn.Module) -> ExportedProgr
     return functional
 
 
-def _export(model: nn.Module, inputs: Sequence[Tensor]) -> ExportedProgram:
+def _export(model: nn.Module, call: Call) -> ExportedProgram:
+    args, kwargs = call.arguments(call.tensors)
     try:
-        return torch.export.export(model, tuple(inputs), strict=False)
+        return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         if _depends_on_values(error):
             problem = "what it does next depends on the values of a tensor"
@@ -96,7 +119,7 @@ def _export(model: nn.Module, inputs: Sequence[Tensor]) -> ExportedProgram:
             remedy += "network outside of shoal.parallelize."
         else:
             problem = _first_line(error)
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
             remedy = f"Check that the network itself runs on an input of shape {shapes}; if it does, torch.export "
             remedy += "cannot follow that line, and the part must be rewritten or left outside of shoal.parallelize."
         raise CaptureError(

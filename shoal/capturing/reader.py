@@ -2,7 +2,8 @@
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -14,17 +15,28 @@ from torch.fx import Node
 
 from shoal.capturing.functional import BATCH_NORM, functional_names, twin
 from shoal.capturing.place import line_of
+from shoal.capturing.signature import Returned
 from shoal.errors import CaptureError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 
 _KEEPS_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default", BATCH_NORM)
 
 
-def read(program: ExportedProgram, model: nn.Module, batch: int) -> tuple[LayerGraph, dict[str, Tensor]]:
-    """The graph of a program without hidden writes, and its tensors by the names that the graph gives them."""
+@dataclass(frozen=True)
+class Reading:
+    """One capture of a network."""
+
+    graph: LayerGraph
+    states: Mapping[str, Tensor]
+    """Its tensors by the names that the graph gives them, constants included."""
+    returned: Returned
+
+
+def read(program: ExportedProgram, model: nn.Module, batch: int) -> Reading:
+    """The graph of a program without hidden writes."""
     reader = _Reader(program, model, batch)
-    graph = reader.read()
-    return graph, {name: reader.tensors[name] for name in graph.states}
+    graph, returned = reader.read()
+    return Reading(graph, {name: reader.tensors[name] for name in graph.states}, returned)
 
 
 def counting_nodes(program: ExportedProgram) -> dict[Node, Node]:
@@ -67,28 +79,29 @@ class _Reader:
         self.first_names = _first_names(model)
         self.names = _Names(model)
 
-    def read(self) -> LayerGraph:
+    def read(self) -> tuple[LayerGraph, Returned]:
         self._read_inputs()
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._read_call(node)
-        output = self._read_outputs()
-        layers = self._used_for(output)
+        outputs, returned = self._read_outputs()
+        layers = self._used_for(outputs)
         if not any(self.inputs.keys() & set(layer.reads) for layer in layers):
             raise CaptureError(
                 f"the network {type(self.model).__name__} does not use its input.",
                 "Use it; else there is nothing to cut.",
             )
-        return LayerGraph(
+        graph = LayerGraph(
             layers=layers,
             inputs=self.inputs,
             states=self.states,
-            output=output,
+            outputs=outputs,
             training=self.model.training,
             batch=self.batch,
             any_batch=False,
             counters=dict(self.counters),
         )
+        return graph, returned
 
     # Inputs and states
 
@@ -232,7 +245,7 @@ class _Reader:
 
     # Outputs
 
-    def _read_outputs(self) -> str:
+    def _read_outputs(self) -> tuple[tuple[str, ...], Returned]:
         node = next(node for node in self.program.graph.nodes if node.op == "output")
         specs = self.program.graph_signature.output_specs
         returned = []
@@ -246,12 +259,16 @@ class _Reader:
                     f"the network changes {spec.target!r} in its forward pass.",
                     "Change parameters between steps, outside of the network.",
                 )
-        if not self.program.call_spec.out_spec.is_leaf() or not isinstance(returned[0], Node):
+        if not any(isinstance(value, Node) for value in returned):
             raise CaptureError(
-                f"the network {type(self.model).__name__} returns {_kind(self.program, returned)}, not one tensor.",
-                "Wrap the network in a module whose forward returns the one tensor that is trained on.",
+                f"the network {type(self.model).__name__} returns no tensor.",
+                "Return the tensors that are trained on from its forward.",
             )
-        return self._output(returned[0])
+        names = {value: self._output(value) for value in returned if isinstance(value, Node)}
+        outputs = list(dict.fromkeys(names.values()))
+        leaves = tuple(outputs.index(names[value]) if isinstance(value, Node) else None for value in returned)
+        plain = tuple(None if isinstance(value, Node) else value for value in returned)
+        return tuple(outputs), Returned(self.program.call_spec.out_spec, leaves, plain)
 
     def _output(self, node: Node) -> str:
         """The layer of the result; a network that returns an input or a parameter as it is gets one that copies."""
@@ -271,9 +288,9 @@ class _Reader:
                 "Keep running values outside of shoal.parallelize, or use batch norm's.",
             )
 
-    def _used_for(self, output: str) -> tuple[Layer, ...]:
+    def _used_for(self, outputs: Sequence[str]) -> tuple[Layer, ...]:
         """Layers that the result needs, and those that change buffers even if nobody reads what they return."""
-        wanted = {output}
+        wanted = set(outputs)
         for layer in reversed(self.layers.values()):
             if layer.name in wanted or _keeps_statistics(layer):
                 wanted.add(layer.name)
@@ -325,10 +342,3 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 def _keeps_statistics(layer: Layer) -> bool:
     trains = layer.arguments.get("training", layer.arguments.get("use_input_stats"))
     return layer.op in _KEEPS_STATISTICS and bool(trains) and isinstance(layer.arguments["running_mean"], State)
-
-
-def _kind(program: ExportedProgram, returned: list[Any]) -> str:
-    spec = program.call_spec.out_spec
-    kind = "None" if spec is None or spec.is_leaf() else getattr(spec.type, "__name__", "a structure")
-    tensors = sum(isinstance(value, Node) for value in returned)
-    return f"a {kind} with {tensors} tensors" if kind != "None" else "no tensor"

@@ -115,6 +115,8 @@ class _Live:
 class _Back:
     """What backward holds at one point of the list."""
 
+    wanted: frozenset[str]
+    """States whose gradients are asked for."""
     values: dict[str, list[Tensor | Arriving]] = field(default_factory=dict)
     tiles: dict[int, Tensor] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -178,7 +180,9 @@ class Tape:
 
     route: Route
     types: Mapping[str, torch.dtype]
-    step: int
+    step: str
+    states: Mapping[str, Tensor]
+    """The parameters and buffers that the pass read."""
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
     """The autocast of the forward pass."""
     records: dict[int, _Record] = field(default_factory=dict)
@@ -214,16 +218,21 @@ class Engine:
         inputs: Mapping[str, Tensor],
         states: Mapping[str, Tensor],
         *,
-        step: int,
+        step: str,
         record: bool,
-        input_grad: bool = False,
-    ) -> tuple[Tensor | None, Tape]:
-        """This rank's tile of the output, and the tape (empty unless `record`)."""
+        input_grads: frozenset[str] = frozenset(),
+    ) -> tuple[list[Tensor | None], Tape]:
+        """This rank's tiles of the outputs, and the tape (empty unless `record`).
+
+        `step`: what the masks of random layers depend on besides the seed and the layer; `input_grads`: inputs whose
+        gradient is wanted, the same on all ranks.
+        """
         trainable = frozenset(name for name, state in states.items() if state.requires_grad and record)
         tape = Tape(
-            self._route(program, trainable, input_grad=input_grad and record, record=record),
+            self._route(program, trainable, input_grads if record else frozenset(), record=record),
             value_types(program.graph, next(iter(inputs.values()), None)),
             step,
+            dict(states),
             _autocast_now(self.device),
         )
         live = _Live(dict(inputs))
@@ -232,15 +241,17 @@ class Engine:
                 tape.kept.append(live.copy())
                 self._run(segment, live, states, tape, record=False)
             self._run(tape.route.segments[-1], live, states, tape, record=record)
-            return live.tile(program.output.key), tape
+            return [live.tile(fetch.key) for fetch in program.outputs], tape
 
-    def _route(self, program: Program, trainable: frozenset[str], *, input_grad: bool, record: bool) -> Route:
-        key = (id(program), trainable, input_grad, record, self.observe is None)
+    def _route(
+        self, program: Program, trainable: frozenset[str], input_grads: frozenset[str], *, record: bool
+    ) -> Route:
+        key = (id(program), trainable, input_grads, record, self.observe is None)
         if key not in self._routes:  # it keeps the program alive, so that the id stays its own
             every = range(len(program.instructions))
             pieces = program.segments if self.recompute and record else (every,)
             links, goes_on = _links_within(program, pieces if record and self.observe is None else ())
-            flowing = program.needing_grad(trainable, input_grad=input_grad)
+            flowing = program.needing_grad(trainable, input_grads)
             parts = self._parts(program, trainable, flowing, links, goes_on)
             self._routes[key] = Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
         return self._routes[key]
@@ -336,16 +347,21 @@ class Engine:
     def backward(
         self,
         tape: Tape,
-        grad: Tensor | None,
+        grads: Sequence[Tensor | None],
         collector: Collector,
         first_use: Mapping[str, str],
-        states: Mapping[str, Tensor],
+        wanted: frozenset[str],
     ) -> Mapping[str, Tensor]:
-        """Hand every trainable state's gradient to `collector`; returns the gradients of the inputs, where wanted."""
-        back = _Back()
-        if grad is not None:
-            back.tiles[tape.program.output.key] = grad
-        finished_by = _by_first_layer(first_use, tape.route.trainable)
+        """Hand the gradient of every `wanted` state to `collector`; returns those of the inputs that have one.
+
+        `grads`: of this rank's tiles of the outputs; None for nothing.
+        """
+        back = _Back(wanted)
+        for fetch, grad in zip(tape.program.outputs, grads, strict=True):
+            if grad is not None and fetch.value in tape.route.grads_for:
+                back.tiles[fetch.key] = grad
+        states = tape.states
+        finished_by = _by_first_layer(first_use, wanted)
         with self._blaming():
             for number in range(len(tape.route.segments) - 1, -1, -1):
                 if number < len(tape.kept):
@@ -524,8 +540,9 @@ class Engine:
         if grad is None:
             grad = record.zeros()
         keys, edges = [key for key, _ in record.inputs.tiles], [edge for _, edge in record.inputs.tiles]
-        names, states = list(record.inputs.states), list(record.inputs.states.values())
-        waits = tape.route.parts[index].waits
+        names = [name for name in record.inputs.states if name in back.wanted]
+        states = [record.inputs.states[name] for name in names]
+        waits = tape.route.parts[index].waits and bool(states)
         inputs: list[Any] = edges if waits else [*edges, *states]
         found = (
             torch.autograd.grad(record.output, inputs, grad, retain_graph=waits, allow_unused=True) if inputs else ()

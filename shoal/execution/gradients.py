@@ -1,6 +1,7 @@
 """Sum gradients among the ranks that hold the same shard, in buckets, while backward still runs.
 
-Promise   every rank of a shard ends with the same bits.
+Promise   every rank of a shard ends with the same bits. What a gradient had accumulated before counts with the mean
+          over those ranks, as with DDP: equal on all of them it stays, and what `no_sync` left is averaged.
 Cost      2 (P-1)/P of a shard's bytes sent by each of its P ranks; a shard on one rank sends nothing.
 Order     buckets are filled in the order in which backward finishes parameters, which the program fixes, so
           all ranks start the same sums in the same order even where one of them had nothing to add.
@@ -9,6 +10,7 @@ Order     buckets are filled in the order in which backward finishes parameters,
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets
@@ -30,14 +32,18 @@ class Collector(Protocol):
 
 
 class Kept:
-    """Gradients that stay this rank's own, as inside `no_sync`."""
+    """Gradients that stay this rank's own, as inside `no_sync`: of its own loss, as DDP has them.
 
-    def __init__(self) -> None:
+    `holders`: for every parameter how many ranks hold this rank's shard; a later mean over them divides by it.
+    """
+
+    def __init__(self, holders: Mapping[str, int]) -> None:
+        self._holders = holders
         self._grads: dict[str, Tensor] = {}
 
     def ready(self, name: str, grad: Tensor) -> None:
         """Keep it."""
-        self._grads[name] = grad
+        self._grads[name] = grad if self._holders[name] == 1 else grad * self._holders[name]
 
     def finish(self) -> Mapping[str, Tensor]:
         """What was kept."""
@@ -62,22 +68,20 @@ class GradientSums:
         self._waiting: list[set[str]] = []
         self._works: list[Waitable] = []
         self._done: dict[str, Tensor] = {}
+        self._before: Mapping[str, Tensor] = {}
 
-    def begin(self, left_over: Mapping[str, Tensor], *, reuse: bool) -> None:
-        """Before backward. `left_over`: gradients of `no_sync` that these sums must include.
-
-        `reuse`: no gradient of an earlier step lives in the buffers any more.
-        """
-        self._left_over = left_over
+    def begin(self, before: Mapping[str, Tensor]) -> None:
+        """Before backward. `before`: gradients that were accumulated and that the mean must include."""
+        self._before = before
         self._waiting = [set(bucket.names) for bucket in self._buckets]
         self._works, self._done = [], {}
-        if not reuse:
-            self._buffers = {}
+        for index in [index for index, buffer in self._buffers.items() if _in_use(buffer)]:
+            del self._buffers[index]  # somebody keeps a gradient of an earlier step
 
     def ready(self, name: str, grad: Tensor) -> None:
         """Put the gradient in its bucket; the sum starts when the bucket is full."""
-        if name in self._left_over:
-            grad = grad + self._left_over[name]
+        if name in self._before:
+            grad = torch.add(grad, self._before[name], alpha=1 / len(self._shards[name][0]))
         index = self._bucket_of.get(name)
         if index is None:  # nobody else holds this shard
             self._done[name] = grad
@@ -100,7 +104,7 @@ class GradientSums:
         """Wait for all sums; the gradients are views of the buffers."""
         for work in self._works:
             work.wait()
-        done, self._done, self._works = self._done, {}, []
+        done, self._done, self._works, self._before = self._done, {}, [], {}
         return done
 
     def _buffer(self, index: int) -> Tensor:
@@ -109,3 +113,13 @@ class GradientSums:
             shards = [self._shards[name][1] for name in bucket.names]
             self._buffers[index] = shards[0].new_empty(sum(shard.numel() for shard in shards))
         return self._buffers[index]
+
+
+def _in_use(buffer: Tensor) -> bool:
+    """Whether any other tensor lives in a buffer's memory."""
+    return _owners(buffer) > _owners(torch.empty(1))
+
+
+def _owners(tensor: Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

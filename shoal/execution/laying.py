@@ -1,23 +1,26 @@
 """From an nn.Module to its graphs and tensors, and from these to one rank's part of it."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shoal.capturing import capture_with_states
+from shoal.capturing.signature import Call, Returned, single
 from shoal.execution.engine import Engine
-from shoal.execution.loss import LossTail, join_loss
-from shoal.execution.module import ParallelModule
+from shoal.execution.loss import Loss, LossTail
+from shoal.execution.module import Laying, ParallelModule, compare_graphs
+from shoal.execution.tree import copied
+from shoal.execution.variants import Form, capture_form, example_call
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import IO, Boundary
 from shoal.plan import Plan
-from shoal.planning import Resolved, resolve
+from shoal.planning import Resolved, check, resolve
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 log = logging.getLogger("shoal")
 
@@ -31,11 +34,25 @@ class Captured:
     """By whether the network trains."""
     states: Mapping[str, Tensor]
     tail: LossTail | None
+    returned: Mapping[bool, Returned] | None = None
+    """What the network returns in each mode; None: one tensor."""
+    call: Call | None = None
+    """What it was called with; None: one tensor for each input."""
+    loss: Loss | None = None
+    target: Any = None
 
     @property
     def device(self) -> torch.device:
         """Where the network lives."""
         return next((tensor.device for tensor in self.states.values()), torch.device("cpu"))
+
+    def form(self, *, training: bool) -> Form:
+        """The network in one mode."""
+        graph = self.graphs[training]
+        returned = single() if self.returned is None else self.returned[training]
+        return Form(
+            graph, returned, {name: self.states[name] for name in graph.states}, self.tail if training else None
+        )
 
 
 def lay(
@@ -48,61 +65,71 @@ def lay(
     seed: int | None = None,
     bucket_bytes: int | None = None,
     recompute: bool = False,
+    in_place: bool = False,
 ) -> ParallelModule:
-    """Lay a captured network over the ranks of `transport`; `parallelize` without the capture."""
-    names = [layer.name for graph in captured.graphs.values() for layer in graph.layers]
-    resolved = {mode: resolve(plan, graph, transport.world, names) for mode, graph in captured.graphs.items()}
+    """Lay a captured network over the ranks of `transport`; `parallelize` without the capture.
+
+    `in_place`: the module itself becomes this rank's part, with rank 0's weights; else a copy of it, with its own.
+    """
+
+    def resolved_plan() -> tuple[str | Plan, dict[bool, Resolved]]:
+        checked = check(plan, transport.world)
+        return checked, {mode: resolve(checked, g, transport.world, names) for mode, g in captured.graphs.items()}
+
+    names = tuple(layer.name for graph in captured.graphs.values() for layer in graph.layers)
+    checked, resolved = agree(transport, resolved_plan)
     if transport.rank == 0:
         _announce(resolved[True])
     if seed is None:
         seed = int(transport.gather_numbers([float(torch.initial_seed() % 2**52)])[0][0])
     return ParallelModule(
-        captured.model,
-        captured.graphs,
+        captured.model if in_place else copied(captured.model),
+        {mode: captured.form(training=mode) for mode in (True, False)},
         resolved,
-        captured.states,
+        captured.call,
+        Laying(checked, names, captured.loss, captured.target),
         engine=Engine(transport, captured.device, batch_norm == "local", seed, recompute),
         boundary=Boundary(io, transport.world),
-        tail=captured.tail,
         bucket_bytes=bucket_bytes,
+        in_place=in_place,
     )
 
 
-def capture_modes(
-    model: nn.Module,
-    example: Tensor | tuple[int, ...],
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    target: Tensor | None = None,
-) -> Captured:
+def capture_on_all(transport: Transport, model: nn.Module, example: Any, loss: Loss | None, target: Any) -> Captured:
+    """`capture_modes` on all ranks. What one finds wrong all say, and different networks are refused."""
+    captured = agree(transport, lambda: capture_modes(model, example, loss, target))
+    for graph in captured.graphs.values():
+        compare_graphs(graph, transport)
+    return captured
+
+
+def capture_modes(model: nn.Module, example: Any, loss: Loss | None = None, target: Any = None) -> Captured:
     """The graphs of training (with the user's own flags) and of evaluation, all tensors, and the loss.
 
-    Both now, because the original module may be gone when evaluation begins. It is left as it was.
+    The module is left as it was.
     """
-    x = _example(example, model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    call = example_call(model, example, device, floats[0] if floats else torch.float32)
     flags = {name: module.training for name, module in model.named_modules()}
-    tail: LossTail | None = None
     try:
         if not model.training:
             model.train()
-        training, states = capture_with_states(model, x)
-        if loss is not None:
-            tail = join_loss(training, loss, target, x.device)
-            training, states = tail.graph, {**states, **tail.states}
-        evaluation, its_states = capture_with_states(model.eval(), x)
+        training = capture_form(model, call, loss, target)
+        evaluation = capture_form(model.eval(), call, loss, target)
     finally:
         for name, module in model.named_modules():
             module.training = flags[name]
-    specs = {**evaluation.states, **training.states}  # constants of one mode are known in both
-    graphs = {True: replace(training, states=specs), False: replace(evaluation, states=specs)}
-    return Captured(model, graphs, {**its_states, **states}, tail)
-
-
-def _example(example: Tensor | tuple[int, ...], model: nn.Module) -> Tensor:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(example, Tensor):
-        return example.detach().to(device)
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return torch.zeros(tuple(example), dtype=floats[0] if floats else torch.float32, device=device)
+    return Captured(
+        model,
+        {True: training.graph, False: evaluation.graph},
+        {**evaluation.states, **training.states},
+        training.tail,
+        {True: training.returned, False: evaluation.returned},
+        call,
+        loss,
+        target,
+    )
 
 
 def _announce(resolved: Resolved) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.capturing import capture_with_states
+from shoal.capturing import capture_call
+from shoal.capturing.reader import Reading
+from shoal.capturing.signature import bind
+from shoal.errors import ConfigError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.operators.base import Op
 from shoal.operators.losses import EACH, PairLoss, ScoreLoss, loss_weights
@@ -20,6 +23,9 @@ from shoal.operators.registry import rule_for
 
 MEAN = 1
 """torch's number for `reduction="mean"`."""
+
+Loss = Callable[[Any, Any], Tensor]
+"""Of what the network returns and a target: one number."""
 
 
 @dataclass(frozen=True)
@@ -42,47 +48,58 @@ class LossTail:
 
 
 class _LossOnly(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.loss: Any = loss
 
-    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+    def forward(self, scores: Any, target: Any) -> Tensor:
         result: Tensor = self.loss(scores, target)
         return result
 
 
-def join_loss(
-    graph: LayerGraph, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor | None, device: torch.device
-) -> LossTail:
-    """`graph` with `loss` behind it. `target` None: class numbers, one per sample or pixel."""
-    scores = graph.specs[graph.output]
-    example = torch.zeros(scores.shape, dtype=getattr(torch, scores.dtype), device=device)
+def join_loss(network: Reading, loss: Loss, target: Any, device: torch.device) -> LossTail:
+    """A captured network with `loss` behind it. `target` None: class numbers, one per sample or pixel."""
+    graph = network.graph
+    examples = [
+        torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        for spec in map(graph.specs.__getitem__, graph.outputs)
+    ]
     if target is None:
-        shape = (scores.shape[0], *scores.shape[2:])
-        target = torch.zeros(shape, dtype=torch.int64, device=device)
-    end, states = capture_with_states(_LossOnly(loss), example, target)
-    first, second = end.inputs
+        shape = examples[0].shape
+        target = torch.zeros((shape[0], *shape[2:]), dtype=torch.int64, device=device)
+    tail = _LossOnly(loss)
+    call = bind(tail, (network.returned.build(examples), target), {})
+    reading = capture_call(tail, call)
+    end = reading.graph
+    if len(end.outputs) > 1:
+        raise ConfigError(f"the loss returns {len(end.outputs)} tensors.", "Return the one that is to be trained on.")
+    given = [index for index in network.returned.leaves if index is not None]
+    values = [graph.outputs[index] for index in given]
     names = {layer.name: f"loss.{layer.name}" if layer.name != "loss" else "loss" for layer in end.layers}
     names = {name: _free(wanted, graph) for name, wanted in names.items()}
-    names |= {first: graph.output, second: _free("target", graph)}
+    targets = list(end.inputs)[len(values) :]
+    names |= dict(zip(end.inputs, [*values, *(_free("target", graph) for _ in targets)], strict=True))
+    if len(targets) > 1:
+        names |= {name: _free(f"target_{number}", graph) for number, name in enumerate(targets, 1)}
     own = {name: f"loss_state.{name}" for name in end.states}
     layers = [_renamed(layer, names, own) for layer in end.layers]
     joined = replace(
         graph,
         layers=(*graph.layers, *layers),
-        inputs={**graph.inputs, names[second]: end.inputs[second]},
+        inputs={**graph.inputs, **{names[name]: end.inputs[name] for name in targets}},
         states={**graph.states, **{own[name]: spec for name, spec in end.states.items()}},
-        output=names[end.output],
+        outputs=(names[end.output],),
         any_batch=graph.any_batch and end.any_batch,
+        targets=tuple(names[name] for name in targets),
     )
     last = layers[-1]
-    mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value(names[second])
+    mean = last.arguments.get("reduction") == MEAN and last.arguments.get("target") == Value(names[targets[-1]])
     each = _per_sample(last, joined) if mean else last
     op = Op(each, {name: joined.spec(reference).shape for name, reference in each.tensors})
-    mean = mean and isinstance(rule_for(op), ScoreLoss | PairLoss)
+    mean = mean and len(targets) == 1 and isinstance(rule_for(op), ScoreLoss | PairLoss)
     if mean:
         joined = replace(joined, layers=(*joined.layers[:-1], each))
-    return LossTail(joined, {own[name]: tensor for name, tensor in states.items()}, mean, op)
+    return LossTail(joined, {own[name]: tensor for name, tensor in reading.states.items()}, mean, op)
 
 
 def _free(name: str, graph: LayerGraph) -> str:

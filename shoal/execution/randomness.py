@@ -21,7 +21,7 @@ _GLOBAL = threading.Lock()
 class LayerRandom:
     """The draws of one layer in one step."""
 
-    def __init__(self, seed: int, layer: str, step: int) -> None:
+    def __init__(self, seed: int, layer: str, step: int | str) -> None:
         self._key = f"{seed}/{layer}/{step}"
 
     def box(self, shape: tuple[int, ...], box: Box, *, keep: float, like: Tensor) -> Tensor:

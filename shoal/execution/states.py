@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,25 @@ from torch import Tensor, nn
 from shoal.errors import CheckpointError
 from shoal.execution.transfer import begin_transfer
 from shoal.lowering.placement import sharers
-from shoal.moves import Layout, add_moves
+from shoal.moves import Layout, Move, add_moves
 from shoal.operators.base import Need
-from shoal.partition import slices, whole
+from shoal.partition import Box, slices, whole
 from shoal.transport import Transport
+
+PURPOSE = "states"
+_MESSAGE = 64 << 20
+"""Bytes of weights that travel at a time."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a parameter or buffer."""
+
+    tensor: Tensor
+    box: Box | None
+    """Which part of the whole it is; None for a rank that holds nothing of it."""
+    shape: tuple[int, ...]
+    """Of the whole."""
 
 
 @dataclass(frozen=True)
@@ -30,44 +45,74 @@ class _Place:
 
 
 class ShardedStates:
-    """Shards under the original module's names, planted in a tree of plain modules below `root`.
+    """This rank's shards, in the place of the whole tensors of a tree of modules.
 
-    A rank without a part of some tensor has an empty one under its name, so that all ranks list the same names.
+    `in_place`: parameters stay the same objects, as an optimizer may know them; else they are copies. A rank without
+    a part of some tensor has an empty one under its name, so that all ranks list the same names.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        model: nn.Module,
-        full: Mapping[str, Tensor],
-        layouts: Mapping[str, Layout],
-        rank: int,
-    ) -> None:
-        self.layouts = layouts
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-        self.keys = _keys_of(model)
-        """For every key of the original state dict the name under which the graph knows the tensor."""
+    def __init__(self, root: nn.Module, layouts: Mapping[str, Layout], rank: int, *, in_place: bool) -> None:
+        self._rank = rank
         self._places: dict[str, _Place] = {}
-        for name, tensor in full.items():
-            self._plant(root, name, tensor, rank, persistent=name in self.keys)
+        everything = _tensors(root)
+        first: dict[int, str] = {}
+        for name, (_, _, tensor) in everything.items():
+            first.setdefault(id(tensor), name)
+        self.names_of = {name: first[id(tensor)] for name, (_, _, tensor) in everything.items()}
+        """For every name of a tensor the first one, by which the graph knows it."""
+        self.keys = {key: self.names_of[key] for key in root.state_dict() if key in self.names_of}
+        """For every tensor of the original state dict the name under which the graph knows it."""
+        self.shapes = {name: tuple(everything[name][2].shape) for name in first.values()}
+        self.layouts: dict[str, Layout] = {name: layouts[name] for name in self.shapes}
+        made: dict[str, Tensor] = {}
+        for name, (owner, leaf, tensor) in everything.items():
+            own = self.names_of[name]
+            if own not in made:
+                made[own] = self._taken_over(own, tensor) if in_place else self._copied(own, tensor)
+                self._places[own] = _Place(owner, leaf)
+            kept = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+            kept[leaf] = cast(Any, made[own])
 
-    def _plant(self, root: nn.Module, name: str, tensor: Tensor, rank: int, *, persistent: bool) -> None:
-        shard = self.shard_of(name, tensor.detach(), rank)
-        *path, leaf = name.split(".")
-        owner = root
-        for word in path:
-            if word not in owner._modules:
-                owner._modules[word] = nn.Module()
-            owner = cast(nn.Module, owner._modules[word])
-        if isinstance(tensor, nn.Parameter):
-            owner._parameters[leaf] = nn.Parameter(shard, requires_grad=tensor.requires_grad)
-        else:
-            owner._buffers[leaf] = shard
-            owner._non_persistent_buffers_set.update([] if persistent else [leaf])
-        self._places[name] = _Place(owner, leaf)
+    def _taken_over(self, name: str, tensor: Tensor) -> Tensor:
+        if not self.is_cut(name):
+            return tensor
+        shard = self.shard_of(name, tensor.detach(), self._rank)
+        if not isinstance(tensor, nn.Parameter):
+            return shard
+        grad, tensor.grad = tensor.grad, None
+        tensor.data = shard
+        if grad is not None:
+            tensor.grad = self.shard_of(name, grad, self._rank)
+        return tensor
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        shard = self.shard_of(name, tensor.detach(), self._rank)
+        return nn.Parameter(shard, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shard
 
     def __getitem__(self, name: str) -> Tensor:
         return self._places[name].tensor()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def is_cut(self, name: str) -> bool:
+        """Whether some rank holds less than all of it."""
+        return any(box != whole(self.shapes[name]) for box in self.layouts[name])
+
+    def cut_leaves(self) -> dict[str, dict[str, str]]:
+        """The modules, by path, that hold cut tensors: for each the tensors' own names and those in the graph."""
+        found: dict[str, dict[str, str]] = {}
+        for name, own in self.names_of.items():
+            if self.is_cut(own):
+                path, _, leaf = name.rpartition(".")
+                found.setdefault(path, {})[leaf] = own
+        return found
+
+    def shards(self) -> dict[str, Shard]:
+        """Every tensor of this rank, with its place in the whole one."""
+        return {
+            name: Shard(self[name].detach(), self.layouts[name][self._rank], self.shapes[name]) for name in self._places
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Every shard as it is now; the module may have been moved or converted since."""
@@ -77,10 +122,6 @@ class ShardedStates:
         """The ranks that hold the same shard as `rank`."""
         box = self.layouts[name][rank]
         return (rank,) if box is None else sharers(self.layouts[name])[box]
-
-    def any_trainable(self) -> bool:
-        """Whether anything here wants a gradient."""
-        return any(place.tensor().requires_grad for place in self._places.values())
 
     def names(self) -> list[str]:
         """Every tensor's name in the graph."""
@@ -114,10 +155,7 @@ class ShardedStates:
 
     def shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         """This rank's part of a tensor that is laid out as the state `name` is; empty where it has none."""
-        box = self.layouts[name][rank]
-        if box is None:
-            return full.new_empty([0] * max(full.ndim, 1))
-        return full[slices(box, whole(self.shapes[name]))].clone(memory_format=torch.contiguous_format)
+        return shard_of(full, self.layouts[name][rank])
 
     def load(self, full: Mapping[str, Tensor], rank: int) -> None:
         """Take this rank's shards out of whole tensors; a state of another module is a `CheckpointError`."""
@@ -133,6 +171,74 @@ class ShardedStates:
                     self[name].copy_(full[key][slices(box, whole(self.shapes[name]))])
 
 
+def shard_of(full: Tensor, box: Box | None) -> Tensor:
+    """A box of a whole tensor, in memory of its own; empty where there is none."""
+    if box is None:
+        return full.new_empty([0] * max(full.ndim, 1))
+    return full[slices(box, whole(full.shape))].clone(memory_format=torch.contiguous_format)
+
+
+def take_rank0s(root: nn.Module, layouts: Mapping[str, Layout], transport: Transport) -> None:
+    """Rank 0's weights on every rank, in the whole tensors of `root`: of those that are cut, each rank's box of them.
+
+    A collective. What every rank holds whole is sent to all at once, 64 MiB at a time.
+    """
+    if transport.world == 1:
+        return
+    everyone = tuple(range(transport.world))
+    transport.make_groups([(PURPOSE, everyone)])
+    transport.label = "states"
+    common: dict[torch.dtype, list[Tensor]] = {}
+    seen: set[int] = set()
+    for name, (_, _, tensor) in _tensors(root).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        full, layout = tensor.detach(), layouts[name]
+        everything = whole(full.shape)
+        if all(box == everything for box in layout):
+            common.setdefault(full.dtype, []).append(full)
+            continue
+        held = (everything, *(None for _ in everyone[1:]))
+        moves = [Move(0, rank, box) for rank, box in enumerate(layout) if rank and box is not None]
+        mine = layout[transport.rank] if transport.rank else None
+        wanted = None if mine is None else Need(mine)
+        new = begin_transfer(full, held[transport.rank], wanted, moves, transport, tag=0, like=full, add=False).wait()
+        if new is not None and mine is not None:
+            full[slices(mine, everything)].copy_(new)
+    for tensors in common.values():
+        for group in _by_size(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            transport.tell(flat, everyone, PURPOSE)
+            if transport.rank:
+                parts = torch.split(flat, [tensor.numel() for tensor in group])
+                for tensor, part in zip(group, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _by_size(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    group: list[Tensor] = []
+    for tensor in tensors:
+        if group and sum(one.nbytes for one in group) + tensor.nbytes > _MESSAGE:
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def _tensors(root: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
+    """(owner, its name there, tensor) of every parameter, then every buffer, under all names."""
+    modules = list(root.named_modules(remove_duplicate=False))
+    return {
+        f"{path}.{leaf}" if path else leaf: (module, leaf, tensor)
+        for kind in ("_parameters", "_buffers")
+        for path, module in modules
+        for leaf, tensor in getattr(module, kind).items()
+        if tensor is not None
+    }
+
+
 def _differences(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
     for key, shape in wanted.items():
         if key not in given:
@@ -141,14 +247,3 @@ def _differences(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ..
             yield key, f"has the shape {tuple(given[key].shape)}, not {shape}"
     for key in given.keys() - wanted.keys():
         yield key, "is not one of its tensors"
-
-
-def _keys_of(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        first.setdefault(id(tensor), name)
-    every = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    return {key: first[id(every[key])] for key in model.state_dict()}

@@ -1,14 +1,14 @@
 """`shoal.parallelize`: from an nn.Module to one that stands where DistributedDataParallel(model) stood."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.execution.laying import capture_modes, lay
+from shoal.execution.laying import capture_on_all, lay
+from shoal.execution.loss import Loss
 from shoal.execution.module import ParallelModule
 from shoal.finding.auto import choose_plan
 from shoal.lowering.boundary import IO
@@ -19,12 +19,12 @@ from shoal.transport import Transport
 
 def parallelize(
     model: nn.Module,
-    example: Tensor | tuple[int, ...],
+    example: Any,
     plan: str | Path | Plan = "data",
     *,
     io: IO = "share",
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    target: Tensor | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
     batch_norm: Literal["exact", "local"] = "exact",
     seed: int | None = None,
     bucket_bytes: int | None = None,
@@ -55,8 +55,8 @@ def parallelize(
             f"io={io!r}, batch_norm={batch_norm!r} is not a choice.",
             "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
         )
-    captured = capture_modes(model, example, loss, target)
     transport = Transport(group)
+    captured = capture_on_all(transport, model, example, loss, target)
     if plan == AUTO:
         plan = choose_plan(captured, transport, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes).plan
     return lay(
@@ -68,4 +68,5 @@ def parallelize(
         seed=seed,
         bucket_bytes=bucket_bytes,
         recompute=recompute,
+        in_place=True,
     )

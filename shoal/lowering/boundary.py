@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.errors import RunError
+from shoal.errors import PlanError, RunError
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of, place
 from shoal.lowering.program import Inputs, Program, compile_program
@@ -22,26 +22,45 @@ class Boundary:
     io: IO
     ranks: int
 
-    def inputs(self, graph: LayerGraph, shares: Sequence[int], first_cuts: Mapping[str, Cut], result: Layout) -> Inputs:
-        """What every rank passes.
+    def inputs(self, graph: LayerGraph, shares: Sequence[int], cuts: Mapping[str, Cut], result: Layout) -> Inputs:
+        """What every rank passes: of inputs that have samples its own, or its tile; of others the whole.
 
-        As tiles, the first input is cut as the layer that reads it first; a target as the `result` that is compared
-        with it.
+        As tiles, an input is cut as the layer that reads it first; a target as the `result` that is compared with it.
         """
-        if self.io == "whole":
-            return Inputs({name: (whole(spec.shape),) * self.ranks for name, spec in graph.inputs.items()}, copies=True)
-        if self.io == "share":
-            return Inputs({name: samples(spec.shape, shares) for name, spec in graph.inputs.items()}, copies=False)
-        first, *target = graph.inputs
-        layouts = {first: tiles(graph.inputs[first].shape, first_cuts[first], self.ranks, channels="k")}
-        return Inputs({**layouts, **dict.fromkeys(target, result)}, copies=False)
+        layouts: dict[str, Layout] = {}
+        copies = set()
+        for name, spec in graph.inputs.items():
+            if self.io == "whole" or not follows_batch(graph, name):
+                layouts[name] = (whole(spec.shape),) * self.ranks
+                copies.add(name)
+            elif self.io == "share":
+                layouts[name] = samples(spec.shape, shares)
+            elif name in graph.targets:
+                layouts[name] = result
+            else:
+                layouts[name] = input_tiles(graph, name, cuts, self.ranks)
+        return Inputs(layouts, frozenset(copies))
 
-    def output(self, graph: LayerGraph, shares: Sequence[int], result: Layout) -> Layout:
-        """What every rank gets."""
-        spec = graph.specs[graph.output]
-        if self.io == "whole" or spec.shape[:1] != (graph.batch,):
-            return (whole(spec.shape),) * self.ranks
-        return samples(spec.shape, shares) if self.io == "share" else result
+    def output(self, graph: LayerGraph, name: str, shares: Sequence[int], tiled: Layout) -> Layout:
+        """What every rank gets of a result. `tiled`: its tiles, as the last layer cuts it.
+
+        A result of which nobody can say which rows belong to which sample is a `PlanError`.
+        """
+        shape = graph.specs[name].shape
+        everything = (whole(shape),) * self.ranks
+        if self.io == "whole":
+            return everything
+        try:
+            dim = graph.batch_dim(name)
+        except ValueError as error:
+            raise PlanError(
+                f"the network's result cannot be shared out by sample: {error}.",
+                "Return it with one dim that counts the samples (such as N, T, C instead of N*T, C), or pass "
+                "io='whole', with which every rank gets all of it.",
+            ) from None
+        if dim is None:
+            return everything
+        return samples(shape, shares, dim) if self.io == "share" else tiled
 
     def batch(self, sizes: Sequence[int], tiles_at: Callable[[int], Layout], captured: int) -> tuple[int, ...]:
         """Samples per rank of the batch at hand, from the number that each rank passed.
@@ -67,13 +86,23 @@ class Boundary:
             )
         return even_shares(batch, self.ranks)
 
-    def weight(self, program: Program, rank: int) -> float:
-        """What a rank's result counts for in the mean over all ranks: its part of the samples and pixels."""
-        tile = program.output.tiles[rank]
-        everything = whole(program.graph.specs[program.graph.output].shape)
-        if all(other is not None and other.box == everything for other in program.output.tiles):
-            return 1 / self.ranks
-        return 0.0 if tile is None else _places(tile.box) / _places(everything)
+    def weights(self, program: Program, rank: int) -> tuple[float, ...]:
+        """What a rank's part of each result counts for in the mean over all ranks: its part of samples and pixels."""
+        found = []
+        for fetch in program.outputs:
+            everything, own = whole(program.graph.specs[fetch.value].shape), fetch.tiles[rank]
+            if all(need is not None and need.box == everything for need in fetch.tiles):
+                found.append(1 / self.ranks)
+            else:
+                found.append(0.0 if own is None else volume(own.box) / volume(everything))
+        return tuple(found)
+
+    def input_weight(self, program: Program, name: str, rank: int) -> float:
+        """This rank's part of the samples and pixels of an input; 1 where every rank passed all of it."""
+        box = program.layouts[name][rank]
+        if name in program.copies or box is None:
+            return 1.0
+        return _places(box) / _places(whole(program.graph.inputs[name].shape))
 
 
 def step_program(
@@ -83,41 +112,47 @@ def step_program(
 
     `shares`: samples that each rank passes; `losses`: the result is losses, which stay where they are computed.
     """
-    result = output_tiles(graph, cuts, boundary.ranks, losses=losses)
-    inputs = boundary.inputs(graph, shares, {name: first_cut(graph, cuts, name) for name in graph.inputs}, result)
-    return compile_program(graph, cuts, boundary.ranks, inputs, boundary.output(graph, shares, result))
+    tiled = {name: output_tiles(graph, name, cuts, boundary.ranks, losses=losses) for name in graph.outputs}
+    inputs = boundary.inputs(graph, shares, cuts, tiled[graph.output])
+    outputs = {name: boundary.output(graph, name, shares, own) for name, own in tiled.items()}
+    return compile_program(graph, cuts, boundary.ranks, inputs, outputs)
+
+
+def follows_batch(graph: LayerGraph, name: str) -> bool:
+    """Whether an input has samples in dim 0."""
+    return graph.inputs[name].shape[:1] == (graph.batch,)
 
 
 def first_cut(graph: LayerGraph, cuts: Mapping[str, Cut], value: str) -> Cut:
-    """How the layer is cut that reads a value first."""
-    return cuts[next(layer.name for layer in graph.layers if value in layer.reads)]
+    """How the layer is cut that reads a value first; whole where nothing does."""
+    return next((cuts[layer.name] for layer in graph.layers if value in layer.reads), Cut())
 
 
-def input_tiles(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int) -> Layout:
-    """Tiles of the first input, as the layer cuts them that reads it first."""
-    name = next(iter(graph.inputs))
+def input_tiles(graph: LayerGraph, name: str, cuts: Mapping[str, Cut], ranks: int) -> Layout:
+    """Tiles of an input, as the layer cuts them that reads it first."""
     return tiles(graph.inputs[name].shape, first_cut(graph, cuts, name), ranks, channels="k")
 
 
-def output_tiles(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, *, losses: bool) -> Layout:
-    """Tiles of the result: losses where they are computed; scores by sample and in space, all their channels."""
+def output_tiles(graph: LayerGraph, name: str, cuts: Mapping[str, Cut], ranks: int, *, losses: bool) -> Layout:
+    """Tiles of a result: losses where they are computed; scores by sample and in space, all their channels."""
     if losses:
-        last = next(layer for layer in graph.layers if layer.name == graph.output)
-        return place(op_of(last, graph), cuts[graph.output], ranks, everywhere=False).owns
-    return tiles(graph.specs[graph.output].shape, cuts[graph.output], ranks)
+        last = next(layer for layer in graph.layers if layer.name == name)
+        return place(op_of(last, graph), cuts[name], ranks, everywhere=False).owns
+    return tiles(graph.specs[name].shape, cuts[name], ranks)
 
 
 def _places(box: Box) -> int:
-    """Samples and pixels of a result, its channels left out."""
+    """Samples and pixels of an input, its channels left out."""
     return volume(box[:1] + box[2:])
 
 
-def samples(shape: Sequence[int], shares: Sequence[int]) -> Layout:
-    """Each rank's own samples, one after the other; None for a rank without any."""
+def samples(shape: Sequence[int], shares: Sequence[int], dim: int = 0) -> Layout:
+    """Each rank's own samples, one after the other in `dim`; None for a rank without any."""
     boxes: list[Box | None] = []
     start = 0
     for share in shares:
-        boxes.append((Span(start, start + share), *whole(shape[1:])) if share else None)
+        own = (*whole(shape[:dim]), Span(start, start + share), *whole(shape[dim + 1 :]))
+        boxes.append(own if share else None)
         start += share
     return tuple(boxes)
 

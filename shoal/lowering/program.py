@@ -84,8 +84,8 @@ class Inputs:
     """How the caller's tensors are laid over ranks."""
 
     layouts: Mapping[str, Layout]
-    copies: bool
-    """Every rank passes the whole tensor."""
+    copies: frozenset[str]
+    """Those of which every rank passes the whole."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Program:
     copies: frozenset[str]
     """Values that every rank holds whole."""
     states: Mapping[str, Layout]
-    output: Fetch
-    """The last instruction: the network's result to the layout the caller asked for."""
+    outputs: tuple[Fetch, ...]
+    """Each of the network's results to the layout the caller asked for."""
 
     @cached_property
     def last_uses(self) -> "LastUses":
@@ -121,7 +121,8 @@ class Program:
                 values[one.value] = index
             elif isinstance(one, Compute):
                 tiles.update(dict.fromkeys(one.sources.values(), index))
-        tiles.pop(self.output.key, None)
+        for fetch in self.outputs:
+            tiles.pop(fetch.key, None)
         return LastUses(_by_index(values), _by_index(tiles))
 
     @cached_property
@@ -131,11 +132,12 @@ class Program:
         for one in self.instructions:
             if isinstance(one, Fetch):
                 readers.setdefault(one.value, []).append(one)
-        settled = {one.value for one in self.instructions if isinstance(one, Settle)}
+        others = {one.value for one in self.instructions if isinstance(one, Settle)}
+        others.update(self.graph.inputs, self.graph.outputs)  # a result is the caller's, who may change it
         return {
             value: fetches[0].key
             for value, fetches in readers.items()
-            if len(fetches) == 1 and not fetches[0].identity and value not in settled and value not in self.graph.inputs
+            if len(fetches) == 1 and not fetches[0].identity and value not in others
         }
 
     @cached_property
@@ -160,6 +162,8 @@ class Program:
             if not one.identity or counts[one.value] > 1 or len(readers.get(one.key, ())) != 1:
                 continue
             if one.value in settled or one.value in self.copies or one.value not in made:
+                continue
+            if one.value in self.graph.outputs:  # its gradient comes from the caller too
                 continue
             producer, reader = self.instructions[made[one.value]], readers[one.key][0]
             after = self.instructions[reader]
@@ -198,9 +202,12 @@ class Program:
                 living.pop(name, None)
         return tuple(range(a, b) for a, b in pairwise((0, *choose_boundaries(made, alive), len(made))))
 
-    def needing_grad(self, trainable: frozenset[str], *, input_grad: bool) -> frozenset[str]:
-        """Values through which gradients flow, decided from the graph so that all ranks agree."""
-        need = {name for name in self.graph.inputs if input_grad and self.graph.inputs[name].differentiable}
+    def needing_grad(self, trainable: frozenset[str], inputs: frozenset[str]) -> frozenset[str]:
+        """Values through which gradients flow, decided from the graph so that all ranks agree.
+
+        `inputs`: those whose gradient is wanted.
+        """
+        need = {name for name in inputs if self.graph.inputs[name].differentiable}
         for layer in self.graph.layers:
             if layer.name in self.graph.learning and any(
                 reference.name in (need if isinstance(reference, Value) else trainable)
@@ -210,8 +217,10 @@ class Program:
         return frozenset(need)
 
 
-def compile_program(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inputs: Inputs, output: Layout) -> Program:
-    """Lay every layer over the ranks and find all moves. `output`: the layout that the caller wants the result in.
+def compile_program(
+    graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inputs: Inputs, outputs: Mapping[str, Layout]
+) -> Program:
+    """Lay every layer over the ranks and find all moves. `outputs`: the layouts that the caller wants results in.
 
     Pure: the same on every rank. Raises `PlanError` for a cut that does not fit.
     """
@@ -222,7 +231,7 @@ def compile_program(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inpu
         one = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
         compiler.add(one)
         placed.append(one)
-    last = compiler.fetch(graph.output, _tiles(output), "output")
+    last = tuple(compiler.fetch(name, _tiles(outputs[name]), "output") for name in graph.outputs)
     return Program(
         graph=graph,
         ranks=ranks,
@@ -230,7 +239,7 @@ def compile_program(graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, inpu
         layouts=compiler.layouts,
         copies=frozenset(compiler.copies),
         states=state_layouts(placed, graph, ranks),
-        output=last,
+        outputs=last,
     )
 
 
@@ -239,7 +248,7 @@ class _Compiler:
         self.graph = graph
         self.ranks = ranks
         self.layouts: dict[str, Layout] = dict(inputs.layouts)
-        self.copies: set[str] = set(inputs.layouts) if inputs.copies else set()
+        self.copies: set[str] = set(inputs.copies)
         self.instructions: list[Instruction] = []
         self.known: dict[tuple[str, tuple[Need | None, ...]], Fetch] = {}
 

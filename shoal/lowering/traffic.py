@@ -12,7 +12,7 @@ from shoal.traffic import Sent, ring_bytes
 GRADIENTS = "gradients"
 """The label of gradient sums, whose buckets span layers; everything else is labelled with its layer."""
 INPUT = "input"
-"""The label of the sum of the input's gradient, where every rank passed the whole batch."""
+"""The label of the sum of an input's gradient, where every rank passed the whole input."""
 
 
 @dataclass
@@ -55,16 +55,17 @@ def step_traffic(
     itemsize: Mapping[str, int],
     dtypes: Mapping[str, str],
     bucket_bytes: int,
-    input_grad: bool = False,
+    inputs: frozenset[str] = frozenset(),
     local_statistics: bool = False,
     again: range = range(0),
 ) -> dict[str, Sent]:
     """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
 
     `trainable`: states in the order in which backward finishes them; `homes`: where states live; `itemsize`: bytes
-    of one element of every value and state; `again`: the instructions whose forward pass is run a second time.
+    of one element of every value and state; `inputs`: those whose gradient is wanted; `again`: the instructions whose
+    forward pass is run a second time.
     """
-    flowing = program.needing_grad(frozenset(trainable), input_grad=input_grad)
+    flowing = program.needing_grad(frozenset(trainable), inputs)
     found: dict[str, Sent] = {}
     for index, one in enumerate(program.instructions):
         runs = 1 + (index in again)
@@ -87,10 +88,9 @@ def step_traffic(
     for bucket in fill_buckets(shards, bucket_bytes):
         size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
         _note(found, GRADIENTS, Sent(size, 1))
-    first = next(iter(program.graph.inputs))
-    if first in flowing & program.copies and program.ranks > 1:
-        size = program.graph.inputs[first].elements * itemsize[first]
-        _note(found, INPUT, Sent(ring_bytes(size, program.ranks, rank), 1))
+    for name, spec in program.graph.inputs.items():
+        if name in flowing & program.copies and program.ranks > 1:
+            _note(found, INPUT, Sent(ring_bytes(spec.elements * itemsize[name], program.ranks, rank), 1))
     return found
 
 

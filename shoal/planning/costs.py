@@ -292,17 +292,16 @@ class CostModel:
             have = [layout_boxes(tiles(spec.shape, c[0], self.ranks, channels="k")) for c in stages[reader].choices]
             need = [needed_boxes(stages[reader].ops[0], argument, [c[0]], self.ranks) for c in stages[reader].choices]
             found.append(self._one_by_one(value, reader, have, need, 1))
-        last = next((index for index, stage in enumerate(stages) if stage.output == self.graph.output), None)
-        if last is not None and not (self.losses and self.boundary.io == "tile"):
-            cuts = [choice[-1] for choice in stages[last].choices]
-            shares = even_shares(self.graph.batch, self.ranks)
-            shape = self.graph.specs[self.graph.output].shape
-            have = [owned_boxes(stages[last].ops[-1], [one], self.ranks) for one in cuts]
-            need = [
-                layout_boxes(self.boundary.output(self.graph, shares, tiles(shape, one, self.ranks))) for one in cuts
-            ]
-            passes = 1 + (self.graph.output in flowing)
-            found.append(self._one_by_one(self.graph.output, last, have, need, passes))
+        if self.losses and self.boundary.io == "tile":
+            return found
+        shares = even_shares(self.graph.batch, self.ranks)
+        for index, stage in enumerate(stages):
+            for output in set(self.graph.outputs) & {stage.output}:
+                cuts = [choice[-1] for choice in stage.choices]
+                tiled = [tiles(self.graph.specs[output].shape, one, self.ranks) for one in cuts]
+                have = [owned_boxes(stage.ops[-1], [one], self.ranks) for one in cuts]
+                need = [layout_boxes(self.boundary.output(self.graph, output, shares, own)) for own in tiled]
+                found.append(self._one_by_one(output, index, have, need, 1 + (output in flowing)))
         return found
 
     def _one_by_one(self, value: str, stage: int, have: Sequence[Boxes], need: Sequence[Boxes], passes: int) -> Edge:

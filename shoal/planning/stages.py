@@ -85,7 +85,8 @@ def stages_of(
         op = op_of(layer, graph)
         before = layer.reads[0] if layer.reads else ""
         joins = before in home and readers[before] == 1 and groups[home[before]][-1].layer.name == before
-        if joins and layer.name != graph.output and _follows(op) and layer.output.shape == graph.specs[before].shape:
+        inside = not {before, layer.name} & set(graph.outputs)
+        if joins and inside and _follows(op) and layer.output.shape == graph.specs[before].shape:
             home[layer.name] = home[before]
             groups[home[before]].append(op)
         else:

@@ -80,9 +80,8 @@ def test_dropout_does_not_depend_on_the_plan(on_ranks: RunOnRanks) -> None:
 
 def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
     by_rank = on_ranks(2, features.refusals)
-    assert "rank 1 passed a tensor" in by_rank[0][0]
-    assert "(2, 2, 11, 9)" in by_rank[1][0]
     for messages in by_rank:
+        assert "inputs of [(2, 3, 11, 9)] against [(2, 2, 11, 9)]" in messages[0]
         for message, word in zip(messages[1:], ["target", "'conv1.weight'", "'3x5'", "'half'", "twice"], strict=True):
             assert word in message
 

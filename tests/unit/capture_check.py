@@ -87,7 +87,7 @@ def laid_step(captured: Captured, x: Tensor, world: int, plan: str) -> Step:
 
     def one_rank(transport: Transport) -> tuple[Step, ParallelModule]:
         model = lay(captured, plan, transport, io="whole", seed=0, bucket_bytes=1 << 16)
-        model.train(captured.model.training)
+        assert model.training == captured.model.training
         leaf = x.clone().requires_grad_(x.is_floating_point())
         output = model(leaf)
         if output.requires_grad:

@@ -258,7 +258,7 @@ class Example:
             layers=layers,
             inputs={"x": _spec(self.x)},
             states={name: _spec(state) for name, state in states.items()},
-            output=layers[-1].name,
+            outputs=(layers[-1].name,),
             training=True,
             batch=self.x.shape[0],
             any_batch=False,

@@ -24,7 +24,7 @@ GRAPH = LayerGraph(
     ),
     inputs={"x": SPEC},
     states=dict.fromkeys(("a.weight", "b.weight", "shared"), SPEC),
-    output="d",
+    outputs=("d",),
     training=True,
     batch=4,
     any_batch=True,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.capturing import capture, capture_with_states
-from shoal.errors import CaptureError, RunError
+from shoal.errors import CaptureError
 from shoal.execution.laying import capture_modes, lay
 from shoal.execution.module import full_state_dict, load_full_state_dict
 from shoal.graph import LayerGraph
@@ -539,18 +539,28 @@ FIXED: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("function", FIXED.values(), ids=FIXED)
-def test_a_network_that_fixes_its_batch_says_so(function: Function) -> None:
-    captured = assert_captured(net(function), images(4), runs=ONE_RANK)
+def test_a_network_that_fixes_its_batch_does_for_others_what_it_itself_does(function: Function) -> None:
+    model = net(function)
+    captured = assert_captured(model, images(4), runs=ONE_RANK)
     assert not captured.graphs[True].any_batch
-    with pytest.raises(RunError, match="captured for a batch of 4 and fixes it; now it got 3"):
-        laid_step(captured, images(3), 1, "data")
+    for batch in (3, 6):
+        try:
+            wanted = eager_step(model, images(batch))
+        except RuntimeError:  # it cannot do so by itself either
+            with pytest.raises(CaptureError, match="cannot be captured at"):
+                laid_step(captured, images(batch), 1, "data")
+            continue
+        for world, plan in ((1, "data"), (2, "data")):
+            assert_same_step(laid_step(captured, images(batch), world, plan), wanted, f"batch {batch}, {plan}")
 
 
-def test_a_network_that_reads_rows_by_number_says_how_many_it_needs() -> None:
-    captured = assert_captured(net(lambda m, x: m.conv(x) + m.conv(x[1:3]).sum(0)), images(4), runs=ONE_RANK)
-    assert laid_step(captured, images(6), 1, "data").output.shape == (6, 4, 6, 6)
-    with pytest.raises(RunError, match="needs at least 4 samples; now it got 2"):
-        laid_step(captured, images(2), 1, "data")
+def test_a_network_that_reads_rows_by_number_does_so_for_every_batch() -> None:
+    model = net(lambda m, x: m.conv(x) + m.conv(x[1:3]).sum(0))
+    captured = assert_captured(model, images(4), runs=ONE_RANK)
+    for batch in (6, 2):
+        assert_same_step(
+            laid_step(captured, images(batch), 2, "data"), eager_step(model, images(batch)), f"batch {batch}"
+        )
 
 
 # Refusals
@@ -563,18 +573,6 @@ def decides(m: Net, x: Tensor) -> Any:
 
 def takes_a_number(m: Net, x: Tensor) -> Any:
     return m.conv(x) * x.mean().item()
-
-
-def returns_two(m: Net, x: Tensor) -> Any:
-    return m.conv(x), x
-
-
-def returns_a_dict(m: Net, x: Tensor) -> Any:
-    return {"out": m.conv(x)}
-
-
-def returns_one_in_a_list(m: Net, x: Tensor) -> Any:
-    return [m.conv(x)]
 
 
 def returns_nothing(m: Net, x: Tensor) -> Any:
@@ -632,9 +630,6 @@ REFUSED: dict[Function, str] = {
     decides: r"test_capture.py:\d+ \(return y if y.mean\(\) > 0 else -y  # here\): what it does next depends on the "
     r"values of a tensor(.|\n)*torch.where",
     takes_a_number: r"takes a number out of a tensor(.|\n)*x.mean\(\) instead of x.mean\(\).item",
-    returns_two: r"returns a tuple with 2 tensors, not one tensor(.|\n)*Wrap the network",
-    returns_a_dict: r"returns a dict with 1 tensors, not one tensor",
-    returns_one_in_a_list: r"returns a list with 1 tensors",
     returns_nothing: r"returns no tensor",
     ignores_its_input: r"does not use its input",
     writes_unseen: r"in place where autograd does not see it(.|\n)*y.clamp\(0\) instead of",

@@ -160,7 +160,7 @@ def program_of(model: CostModel, cuts: dict[str, Cut], net: str) -> Program:
 def slow_cost(program: Program, stages: tuple[Stage, ...], cluster: Cluster, speeds: Simple, *, inputs: bool) -> float:
     """One step as a plain sum over instructions; what the caller passes counts where `inputs` says so."""
     graph = program.graph
-    flowing = program.needing_grad(frozenset(graph.states), input_grad=False)
+    flowing = program.needing_grad(frozenset(graph.states), frozenset())
     home = {op.layer.name: index for index, stage in enumerate(stages) for op in stage.ops}
     total = 0.0
     for one in program.instructions:

@@ -1,0 +1,142 @@
+"""One pass of a parallel network as autograd sees it: one node whose inputs are the network's inputs and parameters.
+
+Promise   what autograd promises of any node: gradients reach exactly the tensors that a backward pass asks for, hooks
+          on them fire, nothing else is written. Parameters get the gradient of the mean of the ranks' losses, weighted
+          by their samples; an input gets that of this rank's own loss.
+Failure   a second derivative, and a second backward pass through one forward pass, are a `RunError`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RunError
+from shoal.execution.engine import Tape
+from shoal.execution.variants import Ready, Variant
+
+if TYPE_CHECKING:
+    from shoal.execution.module import ParallelModule
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks have agreed to run."""
+
+    variant: Variant
+    ready: Ready
+    inputs: Mapping[str, Tensor]
+    input_grads: frozenset[str]
+    """Inputs of which some rank wants the gradient."""
+    targets: float | None
+    """With a loss: what the sum of this rank's losses is divided by."""
+    weights: tuple[float, ...]
+    """For every result what its gradient is multiplied by: this rank's weight in the mean over ranks."""
+    sync: bool
+    """Whether gradients are summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which parameters a backward pass asks for."""
+
+    names: frozenset[str]
+    accumulated: frozenset[str]
+    """Those whose gradient goes to their `.grad`; that of the others is the caller's."""
+
+
+class Step(torch.autograd.Function):
+    """One forward pass. Its arguments behind `names`: the inputs, then the parameters of these names."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: "ParallelModule", request: Request, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run it; what is not differentiable is marked so."""
+        results, tape = module._run(request, record=True)
+        ctx.module, ctx.request, ctx.tape, ctx.names = module, request, tape, names
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        flowing = [fetch.value in tape.route.grads_for for fetch in tape.program.outputs]
+        given = [tensor.data_ptr() for tensor in request.inputs.values()]
+        results = [result.clone() if result.data_ptr() in given else result for result in results]
+        ctx.mark_non_differentiable(*(one for one, flows in zip(results, flowing, strict=True) if not flows))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients that the pass asks for. A collective."""
+        module, request, tape = ctx.module, ctx.request, ctx.tape
+        if torch.is_grad_enabled():
+            raise RunError(
+                "create_graph=True asks for a second derivative through a network that is laid over ranks, "
+                "which it does not have.",
+                "Take gradient penalties (WGAN-GP, R1) and the like on the plain module, or approximate them by finite "
+                "differences of two calls.",
+            )
+        if tape.used:
+            raise RunError("backward ran twice through one forward pass.", "Call the model again before each backward.")
+        tape.used = True
+        count = len(request.inputs)
+        nodes = [node for node, _ in ctx.next_functions]
+        found = {name: _asked(node) for name, node in zip(ctx.names, nodes[count:], strict=True)}
+        asked = Asked(
+            frozenset(name for name, (wanted, _) in found.items() if wanted),
+            frozenset(name for name, (wanted, own) in found.items() if wanted and own),
+        )
+        inputs, states = module._backward(tape, request, grads, asked)
+        wanted = [_asked(node)[0] for node in nodes[:count]]
+        first = [
+            _or_zeros(inputs.get(name), tensor) if asks else None
+            for (name, tensor), asks in zip(request.inputs.items(), wanted, strict=True)
+        ]
+        return None, None, None, *first, *(states.get(name) for name in ctx.names)
+
+
+def _asked(node: Any) -> tuple[bool, bool]:
+    """(whether the backward pass that runs wants a gradient from here, whether it ends in `.grad`)."""
+    if node is None:
+        return False, False
+    try:
+        return torch._C._will_engine_execute_node(node), True
+    except RuntimeError:  # a leaf that torch.autograd.grad asks for, of which torch says so in this way
+        return True, False
+
+
+def _or_zeros(grad: Tensor | None, tensor: Tensor) -> Tensor:
+    """A gradient of the input's shape: a rank may have passed something of which nobody reads a part."""
+    return torch.zeros_like(tensor) if grad is None else grad.to(tensor.dtype)
+
+
+def results_of(request: Request, tape: Tape, tiles: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+    """What this rank returns, from its tiles of the results: with a loss, the loss of its share."""
+    results = []
+    for fetch, tile in zip(tape.program.outputs, tiles, strict=True):
+        if tile is None:
+            shape = list(tape.program.graph.specs[fetch.value].shape)
+            shape[_emptied(tape, fetch.value)] = 0
+            tile = torch.empty(shape, dtype=tape.types[fetch.value], device=device)
+        results.append(tile)
+    if request.targets is None:
+        return results
+    total = results[0].sum()
+    return [total / request.targets if request.targets else total]
+
+
+def _emptied(tape: Tape, name: str) -> int:
+    """The dim in which a rank without samples has none."""
+    return tape.program.graph.batch_dim(name) or 0
+
+
+def seeds_of(request: Request, tape: Tape, grads: Sequence[Tensor | None], rank: int) -> list[Tensor | None]:
+    """The gradients of this rank's tiles of the results, weighted."""
+    found: list[Tensor | None] = []
+    for fetch, grad, weight in zip(tape.program.outputs, grads, request.weights, strict=True):
+        tile = fetch.tiles[rank]
+        if tile is None or grad is None:
+            found.append(None)
+        else:
+            found.append((grad * weight).to(tape.types[fetch.value]).expand(tile.shape))
+    return found

@@ -1,0 +1,206 @@
+"""The captured forms of one network: one for every way in which its code was seen to run.
+
+The network's code may do other things in training and in evaluation, for another image size, for another flag of a
+module or of the call, or for another number of samples. Each such way is a variant with a graph of its own. A way that
+was not seen before is captured when it first comes, on all ranks at once, and remembered; what was measured and planned
+for the first one holds for all.
+
+Promise   no capture is used for a call that it was not made for, or proven for: a new number of samples is traced
+          once and compared with what the captured graph says of it.
+Cost      0.1 to 2 s for a new variant, half of that for a new number of samples.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from shoal.capturing import capture_call
+from shoal.capturing.reader import Reading
+from shoal.capturing.signature import Call, Returned, bind, single
+from shoal.errors import PlanError
+from shoal.execution.loss import Loss, LossTail, join_loss
+from shoal.execution.states import shard_of
+from shoal.graph import LayerGraph, TensorSpec
+from shoal.lowering.boundary import Boundary, step_program
+from shoal.lowering.program import Compute, Program, first_uses, layer_groups
+from shoal.moves import Layout
+from shoal.partition import Cut
+from shoal.planning import Resolved
+
+log = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One capture, with the loss where there is one."""
+
+    graph: LayerGraph
+    returned: Returned
+    states: Mapping[str, Tensor]
+    """Every tensor that the graph names: of the module, of the loss, and constants of the code."""
+    tail: LossTail | None = None
+
+    @property
+    def gives_losses(self) -> bool:
+        """Whether it ends in one loss per sample, left where it is computed."""
+        return self.tail is not None and self.tail.mean
+
+
+def capture_form(model: nn.Module, call: Call, loss: Loss | None, target: Any) -> Form:
+    """The network as it is now, called so; in training with its loss."""
+    reading: Reading = capture_call(model, call)
+    if loss is None or not model.training:
+        return Form(reading.graph, reading.returned, reading.states)
+    tail = join_loss(reading, loss, target, call.tensors[0].device)
+    return Form(tail.graph, single(), {**reading.states, **tail.states}, tail)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that can be run."""
+
+    program: Program
+    first_uses: Mapping[str, str]
+    """For every state the first layer that uses it."""
+    constants: Mapping[str, Tensor]
+    """This rank's parts of tensors that are not the module's."""
+
+
+@dataclass
+class Variant:
+    """A form of the network under the plan."""
+
+    form: Form
+    resolved: Resolved
+    graphs: dict[int, LayerGraph] = field(default_factory=dict)
+    """For every number of samples that a trace has proven."""
+    others: dict[int, "Variant"] = field(default_factory=dict)
+    """For numbers of samples for which the network does something else."""
+    ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
+    """By the ranks' shares."""
+
+    def __post_init__(self) -> None:
+        self.graphs.setdefault(self.form.graph.batch, self.form.graph)
+
+    def cuts(self, graph: LayerGraph) -> dict[str, Cut]:
+        """Every layer's cut; by sample it shrinks with a batch that is smaller than the one planned for."""
+        if graph.batch >= self.form.graph.batch:
+            return dict(self.resolved.cuts)
+        return {name: _shrunk(cut, graph, name) for name, cut in self.resolved.cuts.items()}
+
+    def at(self, batch: int) -> LayerGraph:
+        """The graph for a number of samples, proven or not: for sizes and tiles."""
+        known = self.graphs.get(batch)
+        return self.form.graph.at_batch(batch) if known is None else known
+
+    def says(self, traced: Form) -> bool:
+        """Whether the captured graph, taken to another number of samples, is the one that was traced with it."""
+        if not self.form.graph.holds_for(traced.graph.batch) or not self.form.returned.same_as(traced.returned):
+            return False
+        if first_difference(self.form.graph.at_batch(traced.graph.batch), traced.graph) is not None:
+            return False
+        constants = [name for name, tensor in traced.states.items() if not isinstance(tensor, FakeTensor)]
+        return all(
+            name in self.form.states and _equal(self.form.states[name], traced.states[name]) for name in constants
+        )
+
+    def prepare(self, shares: tuple[int, ...], boundary: Boundary, rank: int, homes: Mapping[str, Layout]) -> Ready:
+        """The program for a batch of these shares; found once, in some ten milliseconds."""
+        if shares not in self.ready:
+            graph = self.graphs[sum(shares)]
+            program = step_program(graph, self.cuts(graph), boundary, shares, losses=self.form.gives_losses)
+            _check_homes(program, homes)
+            own = {name: tensor for name, tensor in self.form.states.items() if name not in homes}
+            constants = {name: shard_of(tensor.detach(), program.states[name][rank]) for name, tensor in own.items()}
+            self.ready[shares] = Ready(program, first_uses(program), constants)
+        return self.ready[shares]
+
+
+def groups_of(ready: Ready) -> list[tuple[int, ...]]:
+    """The ranks that meet within layers."""
+    return sorted(layer_groups(ready.program))
+
+
+def _check_homes(program: Program, homes: Mapping[str, Layout]) -> None:
+    """Refuse a variant that needs other parts of the parameters than the ranks hold."""
+    for one in program.instructions:
+        if not isinstance(one, Compute):
+            continue
+        for argument, reference in one.placed.layer.tensors:
+            home = homes.get(reference.name)
+            if home is None or reference.name in program.graph.specs:
+                continue
+            for needs, box in zip(one.placed.needs, home, strict=True):
+                if argument in needs and needs[argument].box != box:
+                    raise PlanError(
+                        f"layer {one.label!r} needs another part of {reference.name!r} for this input than the ranks "
+                        "hold since the network was laid over them.",
+                        "Give the layer a cut in a plan file that fits all inputs, or use plan='data'.",
+                    )
+
+
+def example_call(model: nn.Module, example: Any, device: torch.device, dtype: torch.dtype) -> Call:
+    """The call that an example stands for: a tensor or its shape, a tuple of those, or a dict by argument names."""
+
+    def tensor(given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return given.detach().to(device)
+        if _is_shape(given):
+            return torch.zeros(tuple(given), dtype=dtype, device=device)
+        if isinstance(given, dict):
+            return {key: tensor(value) for key, value in given.items()}
+        if isinstance(given, tuple) and hasattr(given, "_fields"):
+            return type(given)(*map(tensor, given))
+        return type(given)(map(tensor, given)) if isinstance(given, list | tuple) else given
+
+    made = tensor(example)
+    if isinstance(example, dict):
+        return bind(model, (), made)
+    if isinstance(example, Tensor) or _is_shape(example):
+        return bind(model, (made,), {})
+    return bind(model, tuple(made), {})
+
+
+def _is_shape(given: Any) -> bool:
+    return (
+        isinstance(given, tuple | list | torch.Size)
+        and len(given) > 0
+        and all(isinstance(size, int) and not isinstance(size, bool) for size in given)
+    )
+
+
+def first_difference(one: LayerGraph, other: LayerGraph) -> str | None:
+    """What two graphs do not have in common, for people; None where they are the same network."""
+    names, others = [layer.name for layer in one.layers], [layer.name for layer in other.layers]
+    for mine, theirs in zip(one.layers, other.layers, strict=False):
+        if mine.name != theirs.name:
+            return f"layer {mine.name!r} against {theirs.name!r}"
+        if (mine.op, mine.result, mine.output.shape) != (theirs.op, theirs.result, theirs.output.shape):
+            return f"layer {mine.name!r}: {mine.op} to {mine.output.shape} against {theirs.op} to {theirs.output.shape}"
+        for argument, value in mine.arguments.items():
+            if repr(value) != repr(theirs.arguments.get(argument)):
+                return f"layer {mine.name!r}: {argument}={value} against {theirs.arguments.get(argument)}"
+    if len(names) != len(others):
+        longer = names if len(names) > len(others) else others
+        return f"layer {longer[min(len(names), len(others))]!r} is in one of them only"
+    if _shapes(one.inputs) != _shapes(other.inputs) or _shapes(one.states) != _shapes(other.states):
+        return "inputs or parameters have other shapes"
+    return None if one.outputs == other.outputs else f"results {one.outputs} against {other.outputs}"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _shapes(specs: Mapping[str, TensorSpec]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, spec.shape, spec.dtype) for name, spec in specs.items()]
+
+
+def _shrunk(planned: Cut, graph: LayerGraph, name: str) -> Cut:
+    rows = min(graph.batch, *graph.specs[name].shape[:1] or (1,))
+    return planned.shrunk("n", rows)
