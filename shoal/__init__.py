@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.execution import (
         ParallelModule,
         clip_grad_norm_,
+        elementwise_optimizer,
         full_state_dict,
         load_full_state_dict,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "clip_grad_norm_",
+    "elementwise_optimizer",
     "exchange",
     "capture",
     "LayerGraph",
@@ -67,6 +69,7 @@ _HOME = {
     "full_state_dict": "shoal.execution",
     "load_full_state_dict": "shoal.execution",
     "clip_grad_norm_": "shoal.execution",
+    "elementwise_optimizer": "shoal.execution",
     "exchange": "shoal.training.own_loop",
     "capture": "shoal.capturing",
     "LayerGraph": "shoal.graph",

@@ -10,6 +10,7 @@ import shoal
 
 PUBLIC = [
     *("__version__", "parallelize", "ParallelModule", "full_state_dict", "load_full_state_dict", "clip_grad_norm_"),
+    "elementwise_optimizer",
     *(
         "exchange",
         "capture",

@@ -1,11 +1,15 @@
 """Execution: a program on real tensors and real processes.
 
-`laying.py` builds a `ParallelModule` (`module.py`), whose `engine.py` runs the program's list forward and
-backward: `transfer.py` carries out moves, `peers.py` sums within layers, `gradients.py` sums gradients.
+`laying.py` builds a `ParallelModule` (`module.py`) over the user's own tree of modules (`tree.py`), whose tensors are
+this rank's shards (`states.py`). A call finds its captured form (`variants.py`) and becomes one autograd node
+(`step.py`); `engine.py` runs the program's list forward and backward: `transfer.py` carries out moves, `peers.py` sums
+within layers, `gradients.py` sums gradients. `whole.py` puts a network together again, and `torch_tools.py` tells
+torch's own tools what a shard is.
 """
 
-from shoal.execution.module import (
-    ParallelModule,
+from shoal.execution.module import ParallelModule
+from shoal.execution.torch_tools import elementwise_optimizer
+from shoal.execution.whole import (
     clip_grad_norm_,
     full_optimizer_state,
     full_state_dict,
@@ -16,6 +20,7 @@ from shoal.execution.module import (
 __all__ = [
     "ParallelModule",
     "clip_grad_norm_",
+    "elementwise_optimizer",
     "full_optimizer_state",
     "full_state_dict",
     "load_full_optimizer_state",

@@ -13,6 +13,7 @@ from shoal.capturing.signature import Call, Returned, single
 from shoal.execution.engine import Engine
 from shoal.execution.loss import Loss, LossTail
 from shoal.execution.module import Laying, ParallelModule, compare_graphs
+from shoal.execution.torch_tools import tell_torch
 from shoal.execution.tree import copied
 from shoal.execution.variants import Form, capture_form, example_call
 from shoal.graph import LayerGraph
@@ -82,7 +83,7 @@ def lay(
         _announce(resolved[True])
     if seed is None:
         seed = int(transport.gather_numbers([float(torch.initial_seed() % 2**52)])[0][0])
-    return ParallelModule(
+    laid = ParallelModule(
         captured.model if in_place else copied(captured.model),
         {mode: captured.form(training=mode) for mode in (True, False)},
         resolved,
@@ -93,6 +94,9 @@ def lay(
         bucket_bytes=bucket_bytes,
         in_place=in_place,
     )
+    if laid.cuts_parameters:
+        tell_torch(laid)
+    return laid
 
 
 def capture_on_all(transport: Transport, model: nn.Module, example: Any, loss: Loss | None, target: Any) -> Captured:

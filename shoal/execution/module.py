@@ -2,14 +2,15 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.capturing.signature import Call, bind
 from shoal.errors import PeerError, RunError
@@ -52,6 +53,8 @@ class _Now:
     evaluation_passes: int = 0
     flag: bool = False
     flagged: bool = False
+    ended: bool = False
+    """Whether the module is another parallel network's by now."""
     syncing: bool = True
     bucket_bytes: int = 0
     sums: dict[object, GradientSums] = field(default_factory=dict)
@@ -114,9 +117,11 @@ class ParallelModule(nn.Module):
         self._now.bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
         self._tree = tree = Tree(root)
         self._remember_both(root, variants)
-        for path, leaves in self._states.cut_leaves().items():
-            _whole_states(self, root.get_submodule(path), leaves)
-        tree.guard({path: next(iter(leaves.values())) for path, leaves in self._states.cut_leaves().items()})
+        self._cut = self._states.cut_leaves()
+        handles = [handle for path, own in self._cut.items() for handle in _whole_states(self, path, own)]
+        undo = _when_alive(self, ParallelModule._make_whole)
+        handles += tree.guard({path: next(iter(own.values())) for path, own in self._cut.items()}, undo)
+        self._handles = handles
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = root.__dict__[kind]  # from here on our tree is the user's own
 
@@ -141,6 +146,11 @@ class ParallelModule(nn.Module):
     def module(self) -> nn.Module:
         """The network that was laid over the ranks; its parameters are this rank's shards."""
         return self._tree.root
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether some rank holds less than all of some parameter or buffer."""
+        return bool(self._cut)
 
     @property
     def plan(self) -> Plan:
@@ -197,6 +207,11 @@ class ParallelModule(nn.Module):
 
         A collective: all ranks call it, each with its own samples (or the whole, or its tile, as io says).
         """
+        if self._now.ended:
+            raise RunError(
+                "this network was laid over the ranks anew by a later shoal.parallelize of the same module.",
+                "Use what that call returned.",
+            )
         request, names, tensors = self._agree(args, kwargs)
         if torch.is_grad_enabled() and (request.input_grads or names):
             results = Step.apply(self, request, names, *tensors)  # type: ignore[no-untyped-call]
@@ -314,6 +329,25 @@ class ParallelModule(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__deepcopy__(None)
+
+    def _make_whole(self) -> None:
+        """Give the module its whole tensors back; this network ends. A collective."""
+        for handle in self._handles:
+            handle.remove()
+        for own in self._cut.values():
+            for name in own.values():
+                tensor = self._states[name]
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = self._gathered(name, tensor.detach())
+                if any(self._transport.gather_objects(grad is not None)):
+                    missing = torch.zeros(self._states[name].shape) if grad is None else grad
+                    tensor.grad = self._gathered(name, missing)
+        self._now.ended = True
+
+    def _gathered(self, name: str, shard: Tensor) -> Tensor:
+        full = self._states.gather_one(name, self._transport, shard, rank0_only=False)
+        assert full is not None
+        return full
 
     # What the ranks agree on before a pass
 
@@ -733,9 +767,28 @@ def _plain_torch(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _whole_states(model: ParallelModule, owner: nn.Module, leaves: Mapping[str, str]) -> None:
-    """Let a module with cut tensors give whole ones to a state dict, and take whole ones from it."""
-    states, transport = model._states, model._transport
+def _when_alive(model: ParallelModule, method: Callable[[ParallelModule], None]) -> Callable[[], None]:
+    """A call of a network's method that does not keep the network alive."""
+    known = weakref.ref(model)
+
+    def call() -> None:
+        alive = known()
+        if alive is None:
+            raise RunError(
+                "the module holds the shards of a parallel network that is gone, so that nobody can put them together.",
+                "Keep the parallel network until its module is laid over ranks anew, or make a new module.",
+            )
+        method(alive)
+
+    return call
+
+
+def _whole_states(model: ParallelModule, path: str, leaves: Mapping[str, str]) -> list[RemovableHandle]:
+    """Let a module with cut tensors give whole ones to a state dict, and take whole ones from it.
+
+    `leaves`: the tensors' names there and in the graph. Handles to end that.
+    """
+    states, transport, owner = model._states, model._transport, model._tree.root.get_submodule(path)
 
     def give(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
         for leaf, name in leaves.items():
@@ -766,116 +819,7 @@ def _whole_states(model: ParallelModule, owner: nn.Module, leaves: Mapping[str, 
             else:
                 state_dict[prefix + leaf] = states.shard_of(name, full.detach(), transport.rank)
 
-    owner._register_state_dict_hook(give)  # type: ignore[no-untyped-call]
-    owner.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
-
-
-def full_state_dict(model: ParallelModule, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The original module's state dict: its keys and whole tensors. A collective.
-
-    On every rank, or on rank 0 and empty elsewhere, which is what writing a file needs.
-    """
-    return model._states.gather(model._transport, rank0_only=rank0_only)
-
-
-def full_optimizer_state(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """What an optimizer of `model.parameters()` remembers, by parameter and whole. A collective.
-
-    On rank 0; empty elsewhere. Tensors of a parameter's shape come together from its shards; numbers, such as
-    counts of steps, are the first holder's.
-    """
-    own = _remembered(model, optimizer)
-    kinds = {name: {key: _scalar(value) for key, value in state.items()} for name, state in own.items()}
-    table = model._transport.gather_objects(kinds)
-    full: dict[str, dict[str, Any]] = {}
-    for name in model._states.names():
-        holder: dict[str, Any] = next((found[name] for found in table if name in found), {})
-        for key, number in holder.items():
-            shard = own.get(name, {}).get(key) if number is None else None
-            value = (
-                model._states.gather_one(name, model._transport, shard, rank0_only=True) if number is None else number
-            )
-            if model._transport.rank == 0:
-                full.setdefault(name, {})[key] = value
-    return full
-
-
-def load_full_optimizer_state(
-    model: ParallelModule, optimizer: Optimizer, full: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Give an optimizer what `full_optimizer_state` gave; each rank takes its shards. Also under another plan."""
-    parameters = dict(model.named_parameters())
-    for name, state in full.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: model._states.shard_of(name, value, model._transport.rank).to(parameter.device)
-            if isinstance(value, Tensor) and tuple(value.shape) == model._states.shapes[name]
-            else value
-            for key, value in state.items()
-        }
-
-
-def _remembered(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of the parameters that this rank holds a part of."""
-    rank = model._transport.rank
-    return {
-        name: {key: value for key, value in optimizer.state[parameter].items() if value is not None}
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state and model._states.layouts[name][rank] is not None
-    }
-
-
-def _scalar(value: Any) -> Any:
-    """A number, or a tensor of one; None for a tensor that is cut as its parameter is."""
-    return value if not isinstance(value, Tensor) or value.ndim == 0 else None
-
-
-def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> None:
-    """Load what `full_state_dict`, or the original module's `state_dict()`, gave; each rank takes its shards."""
-    model._states.load(full, model._transport.rank)
-
-
-def holders(model: ParallelModule) -> dict[str, tuple[int, ...]]:
-    """For every parameter, the ranks that hold the same shard of it as this rank does."""
-    rank = model._transport.rank
-    return {name: model._states.ranks_of(name, rank) for name, _ in model.named_parameters()}
-
-
-def tell_holders(model: ParallelModule, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors of parameters' shapes, as the first holder of each shard has them, on all its holders. Collective."""
-    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-    for name, ranks in holders(model).items():
-        if len(ranks) > 1 and name in tensors:
-            groups.setdefault((ranks, tensors[name].dtype), []).append(tensors[name])
-    with torch.no_grad():
-        for (ranks, _), members in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]))):
-            whole = torch.cat([member.reshape(-1) for member in members])  # one message for many small tensors
-            model._transport.tell(whole, ranks, GRADIENT)
-            for member, part in zip(members, torch.split(whole, [member.numel() for member in members]), strict=True):
-                member.copy_(part.view(member.shape))
-
-
-def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients down so that their norm over the whole network is at most `max_norm`; returns the norm.
-
-    A collective: each shard is counted once, wherever its copies are.
-    """
-    rank, transport = model._transport.rank, model._transport
-    owned, grads = [], []
-    for name, state in model._states.tensors().items():
-        if state.grad is not None:
-            grads.append(state.grad)
-            if model._states.ranks_of(name, rank)[0] == rank:
-                owned.append(state.grad)
-    infinite = norm_type == float("inf")
-    norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in owned if grad.numel()]
-    if infinite:
-        mine = max((float(norm) for norm in norms), default=0.0)
-        norm = max(row[0] for row in transport.gather_numbers([mine]))
-    else:
-        mine = sum(float(norm) ** norm_type for norm in norms)
-        norm = sum(row[0] for row in transport.gather_numbers([mine])) ** (1 / norm_type)
-    if norm > max_norm:
-        for grad in grads:
-            grad.mul_(max_norm / (norm + 1e-6))
-    return torch.tensor(norm)
+    return [
+        owner._register_state_dict_hook(give),  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(take),  # type: ignore[no-untyped-call]
+    ]

@@ -10,13 +10,14 @@ rank's shards. Whatever a script sets on it counts from the next pass on, as wit
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import RunError
 
@@ -30,7 +31,7 @@ class Tree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._guards: list[tuple[nn.Module, _NotAlone]] = []
+        self._guards: list[_NotAlone] = []
         self._reading: list[Any] = []
         self._key: tuple[Any, ...] = ()
         self.look()
@@ -89,22 +90,18 @@ class Tree:
                     "shoal.parallelize then.",
                 )
 
-    def guard(self, cut: Mapping[str, str]) -> None:
-        """Refuse to call modules on their own that hold cut parameters. `cut`: such modules' paths, and a parameter."""
-        for path, parameter in cut.items():
-            module = self.root.get_submodule(path)
-            guard = _NotAlone(path, parameter)
-            module.register_forward_pre_hook(guard, prepend=True)
-            self._guards.append((module, guard))
-        self.look()
+    def guard(self, cut: Mapping[str, str], undo: Callable[[], None]) -> list[RemovableHandle]:
+        """Refuse to call modules on their own that hold cut parameters; handles to end that.
 
-    def unguard(self) -> None:
-        """Let modules be called on their own again: their parameters are whole."""
-        for module, guard in self._guards:
-            for number, hook in list(module._forward_pre_hooks.items()):
-                if hook is guard:
-                    del module._forward_pre_hooks[number]
-        self._guards = []
+        `cut`: such modules' paths, and a parameter; `undo`: makes them whole again.
+        """
+        handles = []
+        for path, parameter in cut.items():
+            guard = _NotAlone(path, parameter, self.root, undo)
+            handles.append(self.root.get_submodule(path).register_forward_pre_hook(guard, prepend=True))
+            self._guards.append(guard)
+        self.look()
+        return handles
 
     @contextmanager
     def whole(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[FakeTensorMode]:
@@ -121,22 +118,23 @@ class Tree:
                     if tensor is not None:
                         kept.append((tensors, name, tensor))
                         tensors[name] = made.setdefault(id(tensor), _fake(tensor, shapes, _join(path, name), fakes))
-        for _, guard in self._guards:
+        for guard in self._guards:
             guard.awake = False
         try:
             yield fakes
         finally:
             for tensors, name, tensor in kept:
                 tensors[name] = tensor
-            for _, guard in self._guards:
+            for guard in self._guards:
                 guard.awake = True
 
 
 class _NotAlone:
     """A forward pre-hook of a module whose parameters are cut."""
 
-    def __init__(self, path: str, parameter: str) -> None:
-        self.path, self.parameter, self.awake = path, parameter, True
+    def __init__(self, path: str, parameter: str, root: nn.Module, undo: Callable[[], None]) -> None:
+        self.path, self.parameter, self.root, self.undo = path, parameter, root, undo
+        self.awake = True
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
         if self.awake:
@@ -162,6 +160,25 @@ def _fake(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], name: str, fake
     with fakes:
         made = torch.empty(shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def made_whole(root: nn.Module) -> nn.Module:
+    """A module that may be laid over ranks already, with whole tensors again. A collective where it is.
+
+    A `RunError` if only a part of what was laid is given.
+    """
+    hooks = [hook for module in root.modules() for hook in module._forward_pre_hooks.values()]
+    guard = next((hook for hook in hooks if isinstance(hook, _NotAlone)), None)
+    if guard is None:
+        return root
+    if guard.root is not root:
+        raise RunError(
+            f"{type(root).__name__} is a part of a network that is laid over ranks already: it holds a part of "
+            f"{guard.parameter!r}.",
+            "Lay the whole network, or lay its parts before they become one.",
+        )
+    guard.undo()
+    return root
 
 
 def copied(root: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from shoal.errors import ConfigError
 from shoal.execution.laying import capture_on_all, lay
 from shoal.execution.loss import Loss
 from shoal.execution.module import ParallelModule
+from shoal.execution.tree import made_whole
 from shoal.finding.auto import choose_plan
 from shoal.lowering.boundary import IO
 from shoal.plan import Plan
@@ -56,6 +57,7 @@ def parallelize(
             "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
         )
     transport = Transport(group)
+    model = made_whole(model.module if isinstance(model, ParallelModule) else model)
     captured = capture_on_all(transport, model, example, loss, target)
     if plan == AUTO:
         plan = choose_plan(captured, transport, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes).plan

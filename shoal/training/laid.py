@@ -23,7 +23,7 @@ from shoal.execution import (
     load_full_state_dict,
 )
 from shoal.execution.laying import Captured, capture_modes, lay
-from shoal.execution.module import holders, tell_holders
+from shoal.execution.whole import holders, tell_holders
 from shoal.finding import choose_plan
 from shoal.lowering.boundary import IO, even_shares
 from shoal.partition import Box

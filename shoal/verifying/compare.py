@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shoal.execution import ParallelModule, full_state_dict
 from shoal.execution.loss import LossTail
-from shoal.execution.module import ParallelModule, full_state_dict
 from shoal.lowering.boundary import IO, even_shares
 from shoal.lowering.program import Compute, Program
 from shoal.moves import Layout
@@ -174,7 +174,8 @@ def _first_pass(at: Comparison, rows: Rows, x: Tensor, y: Tensor, output: Tensor
         expected = torch.tensor(one.loss_value) if whole_loss else one.loss(one.output[rows.result], y)
         at.note("loss", "", loss, expected.to(loss), abs(one.loss_value))
     if one.x_grad is not None:
-        at.note("input gradient", "", _grad(x), one.x_grad[rows.given], size(one.x_grad))
+        part = x[:, :1].numel() / one.x[:, :1].numel() if x.numel() else 1.0  # a rank has that of its own loss
+        at.note("input gradient", "", _grad(x) * part, one.x_grad[rows.given], size(one.x_grad))
     boxes = {name: box for name, layout in states.layouts.items() if (box := layout[rank]) is not None}
     at.note_shards("gradient", {name: (_grad(states[name]), box) for name, box in boxes.items()}, one.grads)
     at.note_shards("buffer", {name: (states[name], box) for name, box in boxes.items()}, one.buffers)

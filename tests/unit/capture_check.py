@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shoal.capturing import capture_with_states
 from shoal.capturing.functional import operator_of
+from shoal.execution import ParallelModule, full_state_dict
 from shoal.execution.laying import Captured, lay
-from shoal.execution.module import ParallelModule, full_state_dict
 from shoal.graph import LayerGraph, State, Value
 from shoal.partition import slices, whole
 from shoal.transport import Transport

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from shoal.capturing import capture, capture_with_states
 from shoal.errors import CaptureError
+from shoal.execution import full_state_dict, load_full_state_dict
 from shoal.execution.laying import capture_modes, lay
-from shoal.execution.module import full_state_dict, load_full_state_dict
 from shoal.graph import LayerGraph
 from shoal.transport import Transport
 from shoal.transport.memory import run_ranks

@@ -1,0 +1,187 @@
+"""torch's own tools that look at parameters and gradients as if they were whole, told what a shard is.
+
+Where a plan cuts parameters, each rank sees a part of them. These of torch's tools would each see another network:
+
+    clip_grad_norm_, get_total_norm     the norm is taken over all shards, each counted once; a collective
+    GradScaler                          an infinite gradient on one rank skips the step on all; a collective
+    optimizers                          those that treat each element alone are right on a shard as they are; others
+                                        (Adafactor, Muon, LBFGS, LAMB) are refused when they step
+    optimizer.state_dict()              gives whole tensors, as the network's does; a collective
+    optimizer.load_state_dict()         takes whole tensors; each rank keeps its shards, when it next steps
+
+Nothing is changed until the first network with cut parameters is made, and nothing for tensors that are not shards.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal.errors import RunError
+from shoal.execution.module import ParallelModule
+from shoal.execution.whole import grad_norm, norm_of
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=type[Optimizer])
+
+_ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+}  # fmt: skip
+
+_known: list["weakref.ref[ParallelModule]"] = []
+"""Networks with cut parameters, in the order in which they were made, which is that of all ranks."""
+_seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def elementwise_optimizer(kind: AnyOptimizer) -> AnyOptimizer:
+    """Say that an optimizer class treats every element of a parameter alone, so that it may step on shards.
+
+    Also as a decorator. A class that does not, and is said to, trains another network than one device would.
+    """
+    _ELEMENTWISE.add(kind)
+    return kind
+
+
+def tell_torch(network: ParallelModule) -> None:
+    """Let torch's tools know a network with cut parameters."""
+    _tell_once()
+    _known[:] = [known for known in _known if known() is not None]
+    _known.append(weakref.ref(network))
+
+
+def _networks() -> list[ParallelModule]:
+    return [network for known in _known if (network := known()) is not None]
+
+
+@cache
+def _tell_once() -> None:
+    clip_grad._get_total_norm = clip_grad.get_total_norm = nn.utils.get_total_norm = _norm_of_shards(  # type: ignore[attr-defined]
+        clip_grad._get_total_norm
+    )
+    GradScaler._unscale_grads_ = _agreed_infinities(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_before_step)
+
+
+# Norms
+
+
+def _norm_of_shards(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        owners = {id(grad): (network, name) for network, name, grad in _gradients()}
+        if not any(id(tensor) in owners for tensor in given):
+            return plain(given, norm_type, error_if_nonfinite, foreach)
+        others = [tensor for tensor in given if id(tensor) not in owners]
+        norms = [float(plain(others, norm_type, False, foreach))] if others else []
+        for network in _in_order(owners[id(tensor)][0] for tensor in given if id(tensor) in owners):
+            own = {owners[id(t)][1]: t for t in given if id(t) in owners and owners[id(t)][0] is network}
+            norms.append(grad_norm(network, {name: grad.detach() for name, grad in own.items()}, float(norm_type)))
+        total = torch.tensor(norm_of(norms, float(norm_type)), dtype=given[0].dtype, device=given[0].device)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be clipped"
+            )
+        return total
+
+    return get_total_norm
+
+
+def _gradients() -> Iterator[tuple[ParallelModule, str, Tensor]]:
+    for network in _networks():
+        for name, state in network._states.tensors().items():
+            if state.grad is not None:
+                yield network, name, state.grad
+
+
+def _in_order(networks: Iterable[ParallelModule]) -> list[ParallelModule]:
+    """Each once, in the order in which they come: the same on all ranks."""
+    return list({id(network): network for network in networks}.values())
+
+
+# Scaled losses
+
+
+def _agreed_infinities(plain: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found = plain(scaler, optimizer, *args, **kwargs)
+        for network in _in_order(network for network, _, _ in _shards(optimizer)):
+            mine = max((float(flag) for flag in found.values()), default=0.0)
+            if any(row[0] for row in network._transport.gather_numbers([mine])):
+                for flag in found.values():
+                    flag.fill_(1.0)
+        return found
+
+    return unscale
+
+
+# Optimizers
+
+
+def _shards(optimizer: Optimizer) -> list[tuple[ParallelModule, str, Tensor]]:
+    """(network, name, parameter) of the parameters of networks with cut ones that an optimizer trains."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [
+        (network, name, parameter)
+        for network in _networks()
+        for name, parameter in network._states.tensors().items()
+        if id(parameter) in trained
+    ]
+
+
+def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if not _known:
+        return
+    cut = [one for one in _shards(optimizer) if one[0]._states.is_cut(one[1])]
+    if not cut:
+        return
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        if type(optimizer) not in _ELEMENTWISE:
+            known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+            raise RunError(
+                f"{type(optimizer).__name__} may look at a parameter as a whole, and this rank holds only a part of "
+                f"{cut[0][1]!r}.",
+                f"Use one that treats each element alone ({known}), or a plan that cuts no parameters, such as 'data' "
+                "or 'spatial'. If yours does treat each element alone, say so: shoal.elementwise_optimizer"
+                f"({type(optimizer).__name__}).",
+            )
+        optimizer.register_state_dict_post_hook(_whole_state)
+    for network, name, parameter in cut:
+        shape = network._states.shapes[name]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and tuple(value.shape) == shape and value.shape != parameter.shape:
+                optimizer.state[parameter][key] = network._states.shard_of(name, value, network._transport.rank)
+
+
+def _whole_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`optimizer.state_dict()` with tensors of cut parameters put together; the optimizer's own stay as they are."""
+    numbers = {}
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        numbers.update({id(p): number for p, number in zip(group["params"], saved["params"], strict=True)})
+    states = dict(state_dict["state"])
+    for network, name, parameter in _shards(optimizer):
+        number = numbers[id(parameter)]
+        if not network._states.is_cut(name):
+            continue
+        own = states.get(number, {})
+        kinds = {key: isinstance(value, Tensor) and value.ndim > 0 for key, value in own.items()}
+        everyone = [found for found in network._transport.gather_objects(kinds) if found]
+        whole = dict(own)
+        for key, is_tensor in (everyone[0] if everyone else {}).items():
+            if is_tensor:
+                whole[key] = network._states.gather_one(name, network._transport, own.get(key), rank0_only=False)
+        if whole:
+            states[number] = whole
+    return {**state_dict, "state": states}
