@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,9 @@ from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
 log = logging.getLogger("shoal")
+
+_unseeded = count()
+"""Numbers for networks that were given no seed."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def lay(
     checked, resolved = agree(transport, resolved_plan)
     if transport.rank == 0:
         _announce(resolved[True])
-    if seed is None:
-        seed = int(transport.gather_numbers([float(torch.initial_seed() % 2**52)])[0][0])
+    if seed is None:  # each network its own, or two of one architecture would draw the same masks
+        seed = int(transport.gather_numbers([float((torch.initial_seed() + next(_unseeded)) % 2**52)])[0][0])
     laid = ParallelModule(
         captured.model if in_place else copied(captured.model),
         {mode: captured.form(training=mode) for mode in (True, False)},

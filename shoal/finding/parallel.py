@@ -32,24 +32,29 @@ def parallelize(
     recompute: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> ParallelModule:
-    """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says.
+    """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says, in place, as DDP wraps it.
 
-    example       a tensor, or the shape, of the GLOBAL batch
+    example       a tensor, or the shape, of the GLOBAL batch; a tuple of those for several inputs, or a dict of them by
+                  the names of `forward`'s arguments. Flags and other plain values among them are part of the call
     plan          "data", "model", "owt", "spatial", "RxG" such as "2x2", a `Plan`, or the path of a plan file; "auto":
                   searched and raced here, minutes the first time, remembered then
     io            "share": each rank passes its own samples and gets their results, as with DDP; "whole": every rank
                   passes and gets the whole batch; "tile": each rank passes its `input_box` and gets its `output_box`
     loss          optional: in training `model(x, y)` returns the loss of this rank's share, and the scores may stay
-                  cut by channel; `target` is an example of the global y where it is not class numbers
+                  cut by channel; `target` is an example of the global y where it is not class numbers. It is given
+                  what the network returns, and y
     batch_norm    "exact": one device's statistics; "local": each sample share its own, as DDP does
-    seed          of dropout; rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the plan
+    seed          of dropout; from rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the
+                  plan
     bucket_bytes  of gradient sums; measured on the link unless given
 
-    Promise: outputs, gradients and buffers are one device's, up to the order of float additions. As with DDP, all
-    ranks must pass the same weights: each keeps its own shard of them, and `model` is not needed afterwards.
-    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. A plan that does not fit the model, the ranks
-    or the sizes is a `PlanError` with the layer's name; a network that cannot be captured is a `CaptureError`.
-    A collective: all ranks call it.
+    Promise: outputs, gradients and buffers are one device's, up to the order of float additions. The weights are rank
+    0's, as with DDP. `model` becomes this rank's part: its parameters stay the same objects, so that an optimizer made
+    before goes on, and hold this rank's shards where the plan cuts them.
+    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. Later calls with other sizes, flags or settings of
+    modules are captured when they first come. A plan that does not fit the model, the ranks or the sizes is a `PlanError`
+    with the layer's name; a network that cannot be captured is a `CaptureError`; both are raised on all ranks.
+    A collective: all ranks of the group call it.
     """
     if io not in ("share", "whole", "tile") or batch_norm not in ("exact", "local"):
         raise ConfigError(
