@@ -51,9 +51,9 @@ def parallelize(
     Promise: outputs, gradients and buffers are one device's, up to the order of float additions. The weights are rank
     0's, as with DDP. `model` becomes this rank's part: its parameters stay the same objects, so that an optimizer made
     before goes on, and hold this rank's shards where the plan cuts them.
-    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. Later calls with other sizes, flags or settings of
-    modules are captured when they first come. A plan that does not fit the model, the ranks or the sizes is a `PlanError`
-    with the layer's name; a network that cannot be captured is a `CaptureError`; both are raised on all ranks.
+    Cost: one capture per mode (0.1 to 2 s), then what the plan moves. Later calls with other sizes, flags or settings
+    of modules are captured when they first come. A plan that does not fit the model, the ranks or the sizes is a
+    `PlanError` with the layer's name; a network that cannot be captured is a `CaptureError`; both on all ranks.
     A collective: all ranks of the group call it.
     """
     if io not in ("share", "whole", "tile") or batch_norm not in ("exact", "local"):

@@ -307,8 +307,7 @@ class _Watch:
     def _places(self) -> "_Places":
         training = self.at.model.training
         if training not in self._placed:
-            shares = even_shares(len(self.at.one.x), self.at.transport.world)
-            self._placed[training] = _Places.of(self.at.model._program(training=training, shares=shares))
+            self._placed[training] = _Places.of(self.at.model._captured_program(training=training))
         return self._placed[training]
 
     def settle(self) -> None:

@@ -1,7 +1,7 @@
 """Cases for `shoal.verify` that run inside the ranks: sound networks, and rules broken on purpose."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.config import VerifyConfig
+from shoal.execution.engine import Tape
 from shoal.execution.laying import Captured, capture_modes
 from shoal.execution.module import ParallelModule
+from shoal.execution.step import Request
 from shoal.graph import Layer
 from shoal.operators.base import Call, Op, Rule
 from shoal.operators.norms import BatchNorm
@@ -184,9 +186,8 @@ def second_step_forgotten(_layer: str) -> Iterator[None]:
     """Gradients of all passes but the first stay each rank's own."""
     backward = ParallelModule._backward
 
-    def changed(self: ParallelModule, *args: Any) -> Any:
-        with self.no_sync() if self._forwards > 1 and self._transport.world > 1 else nullcontext():
-            return backward(self, *args)
+    def changed(self: ParallelModule, tape: Tape, request: Request, *args: Any) -> Any:
+        return backward(self, tape, replace(request, sync=self.steps == 1 or self._transport.world == 1), *args)
 
     with mock.patch.object(ParallelModule, "_backward", changed):
         yield
