@@ -10,11 +10,12 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
 UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
-ELSEWHERE = [FOLDER / "exchange_script.py"]  # tests/cli/test_exchange.py
+IDIOMS = [FOLDER / f"{name}.py" for name in ("gan", "adversarial", "multi_scale", "two_inputs", "auxiliary_heads")]
+ELSEWHERE = [FOLDER / "exchange_script.py", FOLDER / "ranks.py"]  # tests/cli/test_exchange.py; what idioms share
 
 
 def test_every_example_is_tested() -> None:
-    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN + ELSEWHERE)
+    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN + IDIOMS + ELSEWHERE)
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
@@ -34,9 +35,21 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
 
 def losses(script: Path, ranks: int, *arguments: str) -> list[float]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    run = subprocess.run([*launch, str(script), *arguments], capture_output=True, text=True, timeout=110, check=False)
+    return printed([*launch, str(script), *arguments])
+
+
+def printed(command: list[str]) -> list[float]:
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert run.returncode == 0, run.stderr
     return [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step")]
+
+
+@pytest.mark.parametrize("path", IDIOMS, ids=lambda path: path.stem)
+def test_idioms_have_one_devices_losses_under_two_plans(path: Path) -> None:
+    wanted = printed([sys.executable, str(path)])
+    assert len(wanted) == 4
+    for plan in ("spatial", "model"):
+        assert losses(path, 2, plan) == pytest.approx(wanted, rel=1e-9), plan
 
 
 @pytest.fixture(scope="module")
