@@ -456,6 +456,13 @@ def _products() -> Iterator[Example]:
     weight, bias = random(4, 5, seed=1), random(4, seed=2)
     yield Example("linear.default", random(3, 5), {"weight": weight, "bias": bias}, "input")
     yield Example("linear.default", random(3, 2, 5), {"weight": weight, "bias": bias}, "input", note="3-D input")
+    query, key, value = random(3, 4, 5, 2), random(3, 4, 6, 2, seed=1), random(3, 4, 6, 3, seed=2)
+    mask = random(4, 1, 6, seed=3)
+    for name, more in {"": {}, "mask": {"attn_mask": mask}, "causal": {"is_causal": True}}.items():
+        arguments = {"key": key, "value": value, **more}
+        yield Example("scaled_dot_product_attention.default", query, arguments, "query", note=name)
+    arguments = {"key": key[:, 0], "value": value[:, 0]}
+    yield Example("scaled_dot_product_attention.default", query[:, 0], arguments, "query", note="without heads")
     for word in ("mean", "sum"):
         overload = "dim" if word == "mean" else "dim_IntList"
         yield Example(f"{word}.{overload}", random(3, 4, 5, 2), {"dim": (2, 3), "keepdim": True})

@@ -474,6 +474,10 @@ def unusual() -> Iterator[Example]:
     yield Example("cross_entropy_loss.default", values(3, 4), {"target": torch.tensor([1, 0, 3])})
     yield Example("cross_entropy_loss.default", values(4), {"target": torch.tensor(1), "reduction": 0})
     yield Example("cross_entropy_loss.default", values(3, 4), {"target": values(3, 4).softmax(1), "reduction": 0})
+    attention = "scaled_dot_product_attention.default"
+    yield Example(attention, values(5, 2), {"key": values(6, 2), "value": values(6, 3)}, "query")
+    shared = {"key": values(2, 2, 6, 2), "value": values(2, 2, 6, 3), "enable_gqa": True}
+    yield Example(attention, values(2, 4, 5, 2), shared, "query")
     yield Example("instance_norm.default", values(2, 3, 4), {
         "weight": None, "bias": None, "running_mean": values(3), "running_var": values(3, low=0.5),
         "use_input_stats": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False,
