@@ -197,6 +197,8 @@ class Facts:
     """Whether, alone behind another layer, it shares that layer's choice of a cut."""
     dense = False
     """Whether every output feature reads every input feature: where the plan `owt` turns from samples to channels."""
+    mixes_samples = False
+    """Whether a sample's result depends on the others in training, which `batch_norm="local"` keeps within a share."""
     counts_rows = False
     """Whether it may speak of rows by number, so that it may not hold for fewer samples."""
     called = ""

@@ -32,7 +32,7 @@ class BatchNorm(Norm):
     two sums per channel backward. Local (as DDP): statistics of this sample share alone.
     """
 
-    follows = True
+    follows = mixes_samples = True
     statistics = ("running_mean", "running_var")
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
@@ -47,18 +47,14 @@ class BatchNorm(Norm):
         return bool(arguments["training"])
 
     def check(self, op: Op, parts: Iterable[Part | None], *, local: bool) -> None:
-        if not self.trains(op.layer.arguments):
-            return
-        for part in parts if local else ():
-            if part:
-                self._check_count((len(part["n"]), *op.out[1:]))
-        self._check_count(op.out)
-
-    def _check_count(self, shape: tuple[int, ...]) -> None:
-        if shape[0] * prod(shape[2:]) == 1:  # as torch.nn.functional.batch_norm says it
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}"
-            )
+        shape = op.shapes["input"]
+        shares = {len(part["n"]) for part in parts if part} if local else {shape[0]}
+        for samples in shares if self.trains(op.layer.arguments) else ():
+            if samples * prod(shape[2:]) == 1:  # as torch.nn.functional.batch_norm says it
+                size = torch.Size((samples, *shape[1:]))
+                error = ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+                error.add_note(f"in layer {op.layer.name!r}")
+                raise error
 
     def over(self, op: Op, cut: frozenset[str], *, local: bool) -> str:
         """Axes over which statistics cross parts."""

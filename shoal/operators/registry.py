@@ -46,6 +46,7 @@ _KNOWN: dict[str, Facts] = {
     "squeeze": views.Squeeze(),
     **{word: views.Permute() for word in ["permute", "transpose", "t"]},
     "select": views.Select(),
+    "unbind": views.Unbind(),
     **{word: views.Choose() for word in ["slice", "split", "split_with_sizes", "chunk"]},
     "expand": views.Expand(),
     "cat": views.Concat(),

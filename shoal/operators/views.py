@@ -189,14 +189,24 @@ class Select(Rule):
     def _dim(self, op: Op) -> int:
         return int(op["dim"]) % len(op.shapes["self"])
 
+    def _row(self, op: Op) -> int:
+        return int(op["index"])
+
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         dim = self._dim(op)
-        row = op["index"] % op.shapes["self"][dim]
+        row = self._row(op) % op.shapes["self"][dim]
         out = op.output_box(part)
         return {"self": Need((*out[:dim], Span(row, row + 1), *out[dim:]))}
 
     def run(self, call: Call) -> Tensor:
         return call.tensors["self"].select(self._dim(call.op), 0)
+
+
+class Unbind(Select):
+    """unbind: every row of one dim as a result of its own."""
+
+    def _row(self, op: Op) -> int:
+        return op.layer.result or 0
 
 
 class Moved(Rule):

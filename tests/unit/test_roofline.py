@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VIEWS = {
     *("alias", "detach", "view", "reshape", "flatten", "unsqueeze", "squeeze", "_unsafe_view", "unflatten", "permute"),
-    *("transpose", "t", "expand", "slice", "select", "split", "split_with_sizes", "chunk"),
+    *("transpose", "t", "expand", "slice", "select", "unbind", "split", "split_with_sizes", "chunk"),
 }
 
 
