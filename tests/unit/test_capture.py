@@ -619,7 +619,8 @@ def lowers_precision(m: Net, x: Tensor) -> Any:
 
 
 def drops_attention(m: Net, x: Tensor) -> Any:
-    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    y = m.conv(x)
+    return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
 
 
 def draws(m: Net, x: Tensor) -> Any:
