@@ -338,5 +338,3 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in tensors:
         first.setdefault(id(tensor), name)
     return {name: first[id(tensor)] for name, tensor in tensors}
-
-

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.capturing import capture_with_states
+from shoal.capturing import capture, capture_with_states
+from shoal.errors import CaptureError
 from shoal.execution.laying import Captured, lay
 from shoal.execution.module import ParallelModule
-from shoal.partition import Cut
+from shoal.lowering.boundary import Boundary, even_shares, step_program
+from shoal.lowering.placement import op_of
+from shoal.operators.registry import facts_of
+from shoal.partition import Cut, Span
 from shoal.plan import Plan
+from shoal.planning.resolve import resolve
 from shoal.transport.memory import run_ranks
 from tests.unit.operator_cases import random
 
@@ -94,31 +99,53 @@ def test_instance_norm_counts_its_statistics_once(recompute: bool) -> None:
                 torch.testing.assert_close(states[name], expected[name], rtol=1e-9, atol=0)
 
 
-def test_new_statistics_are_all_spread() -> None:
-    """A program names the buffers that it changes, whichever norm they are of."""
+def test_a_program_names_all_statistics_that_it_changes() -> None:
+    """So that ranks which had no part in a small batch get them too, whichever norm they are of."""
     net = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True), nn.BatchNorm1d(3)).double()
+    for training in (True, False):
+        graph = capture(net.train(training), random(4, 3, 5))
+        cuts = dict(resolve("data", graph, 2).cuts)
+        program = step_program(graph, cuts, Boundary("whole", 2), even_shares(4, 2), losses=False)
+        wanted = {f"{place}.running_{what}" for place in (0, 1) for what in ("mean", "var")}
+        assert set(program.changed) == (wanted if training else set())
 
-    def changed(model: ParallelModule) -> set[str]:
-        model(random(4, 3, 5))
-        return {name for program in model._programs.values() for name in program.changed}
 
-    wanted = {f"{place}.running_{what}" for place in (0, 1) for what in ("mean", "var")}
-    assert on_ranks(net, random(4, 3, 5), "n2", changed) == [wanted, wanted]
+ONE_VALUE = r"Expected more than 1 value per channel when training, got input size .*\[1, 4, 1, 1\]"
 
 
-@pytest.mark.parametrize(("cut", "batch_norm", "samples"), [("n2", "exact", 1), ("c2", "exact", 1), ("n2", "local", 2)])
-def test_one_value_per_channel_raises_as_torch_does(
-    cut: str, batch_norm: Literal["exact", "local"], samples: int
-) -> None:
-    net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
+def one_value_per_channel() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
+
+
+@pytest.mark.parametrize("cut", ["n2", "c2"])
+def test_one_value_per_channel_is_what_torch_refuses(cut: str) -> None:
+    """Torch itself says it, when the new number of samples is traced."""
+
+    def step(model: ParallelModule) -> None:
+        with pytest.raises(CaptureError, match=ONE_VALUE):
+            model(random(1, 3, 5, 5))
+
+    on_ranks(one_value_per_channel(), random(4, 3, 5, 5), cut, step)
+
+
+def test_one_value_per_channel_and_share_is_refused_on_every_rank() -> None:
+    """Of three samples the first rank has two; the other alone would fail under DDP."""
 
     def step(model: ParallelModule) -> list[str]:
-        said = r"Expected more than 1 value per channel when training, got input size .*\[1, 4, 1, 1\]"
-        with pytest.raises(ValueError, match=said) as error:
-            model(random(samples, 3, 5, 5))
+        with pytest.raises(ValueError, match=ONE_VALUE) as error:
+            model(random(3, 3, 5, 5))
         return error.value.__notes__
 
-    assert on_ranks(net, random(4, 3, 5, 5), cut, step, batch_norm=batch_norm) == [["in layer '2'"]] * 2
+    found = on_ranks(one_value_per_channel(), random(4, 3, 5, 5), "n2", step, batch_norm="local")
+    assert found == [["in layer '2'"]] * 2
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_one_value_per_channel_is_refused_by_shapes_alone(local: bool) -> None:
+    graph = capture(one_value_per_channel(), random(2, 3, 5, 5)).at_batch(1)
+    op = op_of(graph.layers[-1], graph)
+    with pytest.raises(ValueError, match=ONE_VALUE):
+        facts_of(op.layer.op).check(op, [{"n": Span(0, 1)}, None], local=local)
 
 
 @pytest.mark.parametrize(("training", "samples"), [(True, 2), (False, 1)])
