@@ -46,10 +46,10 @@ def cells(example: Example) -> tuple[str, ...]:
 
 
 def rows(examples: Iterable[Example]) -> list[str]:
-    """One row for all operators that share a rule, a note and their cells."""
+    """One row for all operators of one kind that share a note and their cells."""
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for example in examples:
-        key = (type(example.rule).__name__, example.note, cells(example))
+        key = (type(example.rule).__module__, example.note, cells(example))
         words = found.setdefault(key, [])
         if example.word not in words:
             words.append(example.word)

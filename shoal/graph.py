@@ -145,32 +145,9 @@ class LayerGraph:
         return growing[0]
 
     @cached_property
-    def changed(self) -> tuple[str, ...]:
-        """Buffers that a forward pass in training changes: batch norm's running statistics."""
-        names = [
-            layer.arguments[argument].name
-            for layer in self.layers
-            if self.training and "batch_norm" in layer.op and layer.arguments.get("training", True)
-            for argument in ("running_mean", "running_var")
-            if isinstance(layer.arguments.get(argument), State)
-        ]
-        return tuple(dict.fromkeys(names))
-
-    @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every value's spec by name: inputs and layers."""
         return {**self.inputs, **{layer.name: layer.output for layer in self.layers}}
-
-    @cached_property
-    def learning(self) -> frozenset[str]:
-        """Layers from which a gradient of the result can come back: it stops at `detach` and at whole numbers."""
-        found = set(self.outputs)
-        for layer in reversed(self.layers):
-            if layer.name in found and layer.output.differentiable and not layer.op.startswith("aten.detach."):
-                found.update(layer.reads)
-            else:
-                found.discard(layer.name)
-        return frozenset(found - self.inputs.keys())
 
     def spec(self, reference: Value | State) -> TensorSpec:
         """The spec of any tensor that a layer may name."""

@@ -68,6 +68,8 @@ class Culprit(BaseModel):
     cut: str
     fault: Fault
     difference: float
+    mixes_samples: bool = False
+    """Whether its operator is one that `batch_norm="local"` changes."""
 
     def __str__(self) -> str:
         one = f"layer {self.layers[0]!r}" if len(self.layers) == 1 else f"one of the layers {', '.join(self.layers)}"

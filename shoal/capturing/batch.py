@@ -18,10 +18,7 @@ from torch._subclasses import FakeTensorMode
 from shoal.capturing.functional import operator_of
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.operators.base import Op
-from shoal.operators.registry import WHOLE, rule_for
-
-_CHOOSING = ("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "squeeze", "narrow", "tensor_split")
-"""Operators that may speak of rows by number; those without a rule may too."""
+from shoal.operators.registry import WHOLE, facts_of, rule_for
 
 
 class FixedBatchError(ValueError):
@@ -100,8 +97,9 @@ def _smallest_batch(graph: LayerGraph) -> int:
 
 
 def _may_count_rows(layer: Layer, graph: LayerGraph) -> bool:
+    """Whether a layer may speak of rows by number; those that run whole may too."""
     shapes = {name: graph.spec(reference).shape for name, reference in layer.tensors}
-    return layer.op.split(".")[1] in _CHOOSING or rule_for(Op(layer, shapes)) is WHOLE
+    return facts_of(layer.op).counts_rows or rule_for(Op(layer, shapes)) is WHOLE
 
 
 def _shapes_hold(graph: LayerGraph) -> bool:

@@ -32,7 +32,7 @@ from shoal.capturing.signature import Call, bind
 from shoal.errors import CaptureError
 from shoal.graph import LayerGraph
 from shoal.operators.base import Op
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.registry import WHOLE, draws, rule_for
 
 _ONE_AT_A_TIME = Lock()
 """torch.export borrows the module and the state of the whole process."""
@@ -163,7 +163,7 @@ def _refuse_cumulative_averages(model: nn.Module) -> None:
 def _refuse_unknown_draws(graph: LayerGraph) -> None:
     """Ranks that run an operator whole must get the same result, so they must not draw it each for itself."""
     for layer in graph.layers:
-        if torch.Tag.nondeterministic_seeded in operator_of(layer).tags:
+        if draws(operator_of(layer), layer.arguments):
             op = Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors})
             if rule_for(op) is WHOLE:
                 raise CaptureError(

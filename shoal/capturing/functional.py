@@ -18,25 +18,13 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from shoal.graph import Layer
-
-BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
-"""Batch norm as torch's functionalisation leaves it: results 3 and 4 are its new running statistics."""
-
-_READABLE = {"native_batch_norm_legit_functional": "batch_norm", "lift_fresh_copy": "constant"}
-
-_KEEPS_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
-"""Operators that change buffers without a word of it in their signature."""
-
-_MAY_BE_THEIR_INPUT = ("type_as", "einsum", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors",
-                       "meshgrid", "conj_physical", "sum_to_size", "unsafe_chunk", "unsafe_split",
-                       "unsafe_split_with_sizes")  # fmt: skip
-"""Operators that may return their input's own memory though their signature, and so torch.export, denies it."""
+from shoal.operators.registry import facts_of
 
 
 def functional_names(target: OpOverload) -> tuple[str, str]:
     """(operator, short word) without the mark of an in-place operator: (`aten.relu.default`, `relu`)."""
     word = str(target).split(".")[1].removesuffix("_").removeprefix("_")
-    return str(twin(target) or target), _READABLE.get(word, word)
+    return str(twin(target) or target), facts_of(str(target)).called or word
 
 
 @cache
@@ -106,8 +94,7 @@ def _doubtful_links(graph: Graph) -> dict[int, set[int]]:
     """For pieces of memory those others that they may be."""
     links: dict[int, set[int]] = {}
     for node in graph.nodes:
-        several = _word(node) == "einsum" and len(node.all_input_nodes) > 1  # a product, so new memory
-        if _word(node) in _MAY_BE_THEIR_INPUT and not several:
+        if facts_of(str(node.target)).may_be_input(len(node.all_input_nodes)):
             results = [memory_of(result) for result in (node, *node.users)]
             one = {memory for memory in map(memory_of, node.all_input_nodes) if memory is not None}
             other = {memory for memory in results if memory is not None}
@@ -127,7 +114,7 @@ def writes(node: Node) -> bool:
     return (
         isinstance(node.target, OpOverload)
         and node.target._schema.is_mutable
-        and str(node.target) != "aten.detach_.default"
+        and not facts_of(str(node.target)).detaches
     )
 
 
@@ -142,15 +129,21 @@ def written_nodes(node: Node) -> list[Node]:
         return []
     return [
         item
-        for schema, argument in _arguments(node)
+        for schema, argument in _bound(node)
         if schema.alias_info is not None and schema.alias_info.is_write
         for item in (argument if isinstance(argument, list | tuple) else [argument])
         if isinstance(item, Node)
     ]
 
 
-def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Any]]:
-    assert isinstance(node.target, OpOverload)
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments that a node gives its operator, by their names."""
+    return {schema.name: argument for schema, argument in _bound(node)}
+
+
+def _bound(node: Node) -> Iterator[tuple[torch.Argument, Any]]:
+    if not isinstance(node.target, OpOverload):
+        return
     schema = node.target._schema.arguments
     yield from zip(schema, node.args, strict=False)
     yield from ((a, node.kwargs[a.name]) for a in schema if a.name in node.kwargs)
@@ -169,14 +162,10 @@ def _names_of_memory(graph: Graph) -> dict[int, list[Node]]:
 def _reads_statistics(graph: Graph) -> bool:
     """Whether running statistics that a norm changes in this pass are read by anything but norms."""
     kept = {
-        argument
+        given[name]
         for node in graph.nodes
-        if str(node.target) in _KEEPS_STATISTICS and node.args[5]  # in training
-        for argument in node.args[3:5]
-        if isinstance(argument, Node)
+        if (facts := facts_of(str(node.target))).statistics and facts.trains(given := arguments_of(node))
+        for name in facts.statistics
+        if isinstance(given[name], Node)
     }
-    return any(str(user.target) not in _KEEPS_STATISTICS for node in kept for user in node.users)
-
-
-def _word(node: Node) -> str:
-    return str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
+    return any(not facts_of(str(user.target)).statistics for node in kept for user in node.users)

@@ -16,20 +16,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from shoal.capturing.functional import changed_memory, memory_of, written_nodes
+from shoal.capturing.functional import arguments_of, changed_memory, memory_of, written_nodes
 from shoal.capturing.place import line_of
 from shoal.errors import CaptureError
+from shoal.operators.registry import facts_of
 
 _NO_GRAD = "shoal.no_grad"
 """Mark on nodes that stood in a region without gradients."""
-
-_DROPOUTS = {
-    f"aten.{word}{in_place}.default"
-    for word in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-    for in_place in ("", "_")
-}
-
-_DETACH = ("aten.detach.default", "aten.detach_.default")
 
 
 def prepare(program: ExportedProgram) -> None:
@@ -90,12 +83,11 @@ def _detached(graph: Graph, value: Any) -> Any:
 
 def _drop_dropouts(graph: Graph) -> None:
     for node in list(graph.nodes):
-        if str(node.target) in _DROPOUTS:
-            source, probability, training = node.args
-            if not training or probability == 0:
-                _share_memory(node, source)
-                node.replace_all_uses_with(source, propagate_meta=False)
-                graph.erase_node(node)
+        if facts_of(str(node.target)).idle(arguments_of(node)):
+            source = node.args[0]
+            _share_memory(node, source)
+            node.replace_all_uses_with(source, propagate_meta=False)
+            graph.erase_node(node)
 
 
 def _share_memory(supposed_copy: Node, source: Node) -> None:
@@ -127,7 +119,7 @@ def _refuse_unseen_writes(graph: Graph, followed: set[str]) -> None:
             seen.add(node)
             for memory in changed_memory(node):  # what is written into a tensor, all its names have
                 seen.update(name for name in names[memory] if name not in blind)
-        elif str(node.target) in _DETACH or any(argument in blind for argument in node.all_input_nodes):
+        elif facts_of(str(node.target)).detaches or any(argument in blind for argument in node.all_input_nodes):
             blind.add(node)
         memory_here = memory_of(node)
         if memory_here is not None:
@@ -138,6 +130,6 @@ def _is_seen(node: Node, seen: set[Node], followed: set[str]) -> bool:
     """Whether autograd follows a node's result, which it does as soon as it follows one argument."""
     value = node.meta.get("val")
     exact = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    if exact or str(node.target) in _DETACH or node.meta.get(_NO_GRAD):
+    if exact or facts_of(str(node.target)).detaches or node.meta.get(_NO_GRAD):
         return False
     return node.name in followed if node.op == "placeholder" else any(one in seen for one in node.all_input_nodes)

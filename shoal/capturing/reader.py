@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
-from shoal.capturing.functional import BATCH_NORM, functional_names, twin
+from shoal.capturing.functional import arguments_of, functional_names, twin
 from shoal.capturing.place import line_of
 from shoal.capturing.signature import Returned
 from shoal.errors import CaptureError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
-
-_KEEPS_STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default", BATCH_NORM)
+from shoal.operators.registry import facts_of
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ def counting_nodes(program: ExportedProgram) -> dict[Node, Node]:
         if not isinstance(first, Node) or node.args[1:] != (1,) or node.kwargs:
             continue
         buffer = found.get(first, first)
-        in_place = str(node.target) == "aten.add_.Tensor"
+        in_place = node.target is torch.ops.aten.add_.Tensor
         if buffer.name not in signature.inputs_to_buffers or buffer.meta["val"].ndim:
             continue
-        if in_place or (str(node.target) == "aten.add.Tensor" and _ends_in(node, counted)):
+        if in_place or (node.target is torch.ops.aten.add.Tensor and _ends_in(node, counted)):
             found[node] = buffer
     return found
 
 
 def _ends_in(node: Node, names: set[str]) -> bool:
     """Whether a node, or one that adds 1 to it again, is among the named ones."""
-    again = (user for user in node.users if str(user.target) == "aten.add.Tensor" and user.args[1:] == (1,))
+    again = (user for user in node.users if user.target is torch.ops.aten.add.Tensor and user.args[1:] == (1,))
     return node.name in names or any(_ends_in(user, names) for user in again)
 
 
@@ -151,7 +151,7 @@ class _Reader:
                 f"the network changes a tensor in place by {node.target}{line_of(node)}, which has no other form.",
                 "Write the new values to a new tensor.",
             )
-        elif str(twin(node.target)) == "aten.copy.default":
+        elif twin(node.target) is torch.ops.aten.copy.default:
             self._read_copy(node)
         elif self._is_made_constant(node):
             self.references[node] = self.references[node.all_input_nodes[0]]
@@ -161,8 +161,9 @@ class _Reader:
 
     def _read_result(self, node: Node, source: Any, index: Any) -> None:
         """One of several results. Batch norm's new statistics are its own buffers: the rule updates them."""
-        if str(source.target) == BATCH_NORM and index in (3, 4):
-            self.references[node] = self.references[source.args[index]]
+        argument = facts_of(str(source.target)).returns.get(index)
+        if argument is not None:
+            self.references[node] = self.references[arguments_of(source)[argument]]
         else:
             self._add_layer(node, source, index)
 
@@ -232,8 +233,8 @@ class _Reader:
 
     def _is_made_constant(self, node: Node) -> bool:
         """`detach_`, with which torch.tensor ends."""
-        made_by = {str(source.target) for source in node.all_input_nodes}
-        return str(node.target) == "aten.detach_.default" and made_by == {"aten.lift_fresh_copy.default"}
+        made_by = {source.target for source in node.all_input_nodes}
+        return node.target is torch.ops.aten.detach_.default and made_by == {torch.ops.aten.lift_fresh_copy.default}
 
     def _add(
         self, node: Node, name: str, op: str, arguments: Mapping[str, Any], spec: TensorSpec | None = None
@@ -292,7 +293,7 @@ class _Reader:
         """Layers that the result needs, and those that change buffers even if nobody reads what they return."""
         wanted = set(outputs)
         for layer in reversed(self.layers.values()):
-            if layer.name in wanted or _keeps_statistics(layer):
+            if layer.name in wanted or facts_of(layer.op).updates(layer):
                 wanted.add(layer.name)
                 wanted.update(layer.reads)
         return tuple(layer for layer in self.layers.values() if layer.name in wanted)
@@ -337,8 +338,3 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in tensors:
         first.setdefault(id(tensor), name)
     return {name: first[id(tensor)] for name, tensor in tensors}
-
-
-def _keeps_statistics(layer: Layer) -> bool:
-    trains = layer.arguments.get("training", layer.arguments.get("use_input_stats"))
-    return layer.op in _KEEPS_STATISTICS and bool(trains) and isinstance(layer.arguments["running_mean"], State)

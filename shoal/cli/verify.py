@@ -105,7 +105,7 @@ def sentences(verdict: Verdict) -> list[str]:
         found.append("One device is that far from itself after the steps when its weights change in their last bit.")
     if verdict.culprit is not None:
         found.append(f"At fault: {verdict.culprit}.")
-        if verdict.batch_norm == "local" and "batch_norm" in verdict.culprit.op:
+        if verdict.batch_norm == "local" and verdict.culprit.mixes_samples:
             found.append("--batch-norm local asks for this: each worker's samples have statistics of their own.")
     return found
 

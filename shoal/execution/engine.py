@@ -266,10 +266,13 @@ class Engine:
     ) -> dict[int, _Part]:
         rank, found = self.transport.rank, {}
         for index, one in enumerate(program.instructions):
-            if not isinstance(one, Compute) or (part := one.placed.parts[rank]) is None:
+            if not isinstance(one, Compute):
+                continue
+            one.placed.facts.check(one.placed.op, one.placed.parts, local=self.local_statistics)
+            if (part := one.placed.parts[rank]) is None:
                 continue
             placed, name, link = one.placed, one.placed.layer.name, links.get(index)
-            updates, needs = placed.rule.updates(placed.op), placed.needs[rank]
+            updates, needs = placed.updates, placed.needs[rank]
             read = [(argument, ref) for argument, ref in placed.layer.tensors if argument in needs]
             states = tuple(
                 (argument, ref.name, argument in updates, ref.name in trainable)

@@ -614,8 +614,8 @@ class ParallelModule(nn.Module):
                 self._states[name].add_(by)
 
     def _spread_buffers(self, program: Program) -> None:
-        """Give batch norm's new statistics to ranks that hold them but had no part in a smaller batch."""
-        for name in program.graph.changed:
+        """Give new running statistics to ranks that hold them but had no part in a smaller batch."""
+        for name in program.changed:
             home, used = self._states.layouts[name], program.states[name]
             if used == home:
                 continue

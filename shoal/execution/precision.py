@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.graph import LayerGraph, Value
-
-# What torch.autocast runs in the lower precision, and what it keeps in float32.
-LOWER = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-FULL = ("softmax", "log_softmax", "cross_entropy_loss", "nll_loss_nd", "nll_loss", "mse_loss", "l1_loss",
-        "smooth_l1_loss", "huber_loss")  # fmt: skip
+from shoal.operators.registry import facts_of
 
 
 def value_types(graph: LayerGraph, example: Tensor | None) -> Mapping[str, torch.dtype]:
@@ -26,12 +22,12 @@ def value_types(graph: LayerGraph, example: Tensor | None) -> Mapping[str, torch
     lower = torch.get_autocast_dtype(device)
     types = {name: captured[name] for name in graph.inputs}
     for layer in graph.layers:
-        word = layer.op.split(".")[1]
+        autocast = facts_of(layer.op).autocast
         if not captured[layer.name].is_floating_point:
             types[layer.name] = captured[layer.name]
-        elif word in LOWER:
+        elif autocast == "lower":
             types[layer.name] = lower
-        elif word in FULL:
+        elif autocast == "full":
             types[layer.name] = torch.float32
         else:
             read = [types[ref.name] for _, ref in layer.tensors if isinstance(ref, Value)]

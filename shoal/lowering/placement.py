@@ -12,8 +12,8 @@ from functools import cached_property
 from shoal.errors import PlanError
 from shoal.graph import Layer, LayerGraph, State
 from shoal.moves import Layout
-from shoal.operators.base import Axis, Need, Op, Part, Rule
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.base import Axis, Facts, Need, Op, Part, Rule
+from shoal.operators.registry import WHOLE, facts_of, rule_for
 from shoal.partition import Box, Cut, cut, whole
 
 
@@ -33,6 +33,16 @@ class Placed:
     def layer(self) -> Layer:
         """The layer itself."""
         return self.op.layer
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What holds of the layer's operator, whether or not it runs whole."""
+        return facts_of(self.op.layer.op)
+
+    @cached_property
+    def updates(self) -> tuple[str, ...]:
+        """Arguments that are states and that the layer changes."""
+        return self.facts.updates(self.op.layer)
 
     @cached_property
     def needs(self) -> tuple[Mapping[str, Need], ...]:
@@ -170,7 +180,7 @@ def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> di
                     )
                 layout[rank] = box
     for placed in layers:
-        for argument in placed.rule.updates(placed.op):
+        for argument in placed.updates:
             name = placed.op[argument].name
             if [box is not None for box in layouts[name]] != [argument in needs for needs in placed.needs]:
                 raise PlanError(

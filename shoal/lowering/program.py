@@ -22,6 +22,7 @@ from shoal.lowering.placement import Placed, depends_on_input, op_of, place, sta
 from shoal.lowering.segments import choose_boundaries
 from shoal.moves import Layout, Move, add_moves, copy_moves
 from shoal.operators.base import Need
+from shoal.operators.registry import learning
 from shoal.partition import Cut
 
 K = TypeVar("K")
@@ -202,6 +203,22 @@ class Program:
                 living.pop(name, None)
         return tuple(range(a, b) for a, b in pairwise((0, *choose_boundaries(made, alive), len(made))))
 
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """Layers from which a gradient of the result can come back."""
+        return learning(self.graph)
+
+    @cached_property
+    def changed(self) -> tuple[str, ...]:
+        """Buffers that a forward pass changes: running statistics, as batch norm keeps them."""
+        names = [
+            one.placed.op[argument].name
+            for one in self.instructions
+            if isinstance(one, Compute)
+            for argument in one.placed.updates
+        ]
+        return tuple(dict.fromkeys(names))
+
     def needing_grad(self, trainable: frozenset[str], inputs: frozenset[str]) -> frozenset[str]:
         """Values through which gradients flow, decided from the graph so that all ranks agree.
 
@@ -209,7 +226,7 @@ class Program:
         """
         need = {name for name in inputs if self.graph.inputs[name].differentiable}
         for layer in self.graph.layers:
-            if layer.name in self.graph.learning and any(
+            if layer.name in self.learning and any(
                 reference.name in (need if isinstance(reference, Value) else trainable)
                 for _, reference in layer.tensors
             ):
@@ -305,7 +322,7 @@ def first_uses(program: Program) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for one in program.instructions:
-        if isinstance(one, Compute) and one.placed.layer.name in program.graph.learning:
+        if isinstance(one, Compute) and one.placed.layer.name in program.learning:
             for _, reference in one.placed.layer.tensors:
                 if isinstance(reference, State):
                     found.setdefault(reference.name, one.placed.layer.name)

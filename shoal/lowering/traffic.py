@@ -13,6 +13,8 @@ GRADIENTS = "gradients"
 """The label of gradient sums, whose buckets span layers; everything else is labelled with its layer."""
 INPUT = "input"
 """The label of the sum of an input's gradient, where every rank passed the whole input."""
+SUMMED_BYTES = 4
+"""What rules sum over parts, they sum in float32 at least."""
 
 
 @dataclass
@@ -116,6 +118,6 @@ def _summed(placed: Placed, rank: int, itemsize: int, runs: int, back: bool, loc
         ranks = placed.group(rank, one.over)
         passes = one.forward * runs + (one.backward and back)
         if len(ranks) > 1 and passes:
-            size = ring_bytes(one.elements * itemsize, len(ranks), ranks.index(rank))
+            size = ring_bytes(one.elements * max(itemsize, SUMMED_BYTES), len(ranks), ranks.index(rank))
             sent += Sent(size * passes, passes)
     return sent

@@ -6,19 +6,21 @@ divides this space into parts, one per rank. For a part, a rule answers in integ
     needs    which box of each argument the part reads (halo and true borders included)
     writes   which box of the output it computes; a partial sum where a summed axis is cut
 
-and computes that box from those boxes with plain torch. Adding an operator means adding one rule.
+and computes that box from those boxes with plain torch. Everything else that anybody asks about an operator (what it
+costs, what it saves, whether it draws) is a fact that its rule states too: adding an operator means adding one rule.
+docs/add_an_operator.md shows how.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.graph import Layer, State, Value
-from shoal.partition import Box, Span, whole
+from shoal.partition import Box, Span, volume, whole
 
 _LETTERS = {0: "", 1: "n", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
 
@@ -178,12 +180,106 @@ class Call:
         return value
 
 
-class Rule:
-    """How one operator is cut. Subclasses say what is special about theirs."""
+class Facts:
+    """What holds of an operator however it is called and cut. Subclasses say what is special about theirs.
+
+    An operator that nothing is known about counts as one kernel that computes one number per element, saves nothing
+    and changes nothing.
+    """
+
+    # What it is
+
+    view = False
+    """Whether it runs no kernel: its output is memory of its input."""
+    detaches = False
+    """Whether no gradient goes back through it."""
+    follows = False
+    """Whether, alone behind another layer, it shares that layer's choice of a cut."""
+    dense = False
+    """Whether every output feature reads every input feature: where the plan `owt` turns from samples to channels."""
+    mixes_samples = False
+    """Whether a sample's result depends on the others in training, which `batch_norm="local"` keeps within a share."""
+    counts_rows = False
+    """Whether it may speak of rows by number, so that it may not hold for fewer samples."""
+    called = ""
+    """What its layers are called, where its own word says little."""
+
+    # What it costs
+
+    contracts = False
+    """Whether it is a convolution or a matrix product, with a kernel like forward's for each of its gradients."""
+    passes_gradient = False
+    """Whether the gradient of its input is that of its output itself."""
+    reads_twice = False
+    """Whether its kernel goes over its input twice."""
+    saves_input = False
+    """Whether its backward reads what it was given."""
+    saves_output = False
+    """Whether its backward reads what it gave."""
+    index_bytes = 0
+    """Bytes per element of the output that it saves besides its tensors."""
+    own_layout = False
+    """Whether its kernel works on copies of its tensors in a layout of its own."""
+    autocast: Literal["lower", "full"] | None = None
+    """Whether torch.autocast runs it in the lower precision or keeps it in float32; None: in that of its input."""
+
+    # What it changes
+
+    statistics: tuple[str, ...] = ()
+    """Arguments that are running statistics, changed in training without a word of it in the operator's signature."""
+    returns: ClassVar[Mapping[int, str]] = {}
+    """Of several results those that are the new value of an argument, by their number."""
+
+    def work(self, op: Op, needs: Mapping[str, "Need"], written: int) -> int:
+        """Floating-point operations of a part that reads `needs` and writes so many elements."""
+        return 0 if self.view else written
+
+    def trains(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether, called so, it changes its running statistics."""
+        return False
+
+    def updates(self, layer: Layer) -> tuple[str, ...]:
+        """Arguments that are states and that a layer of this operator changes, on every rank that holds them."""
+        if layer.result not in (None, 0) or not self.trains(layer.arguments):
+            return ()
+        return tuple(name for name in self.statistics if isinstance(layer.arguments.get(name), State))
+
+    def draws(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether, called so, it draws random numbers; asked of operators that torch says may."""
+        return True
+
+    def idle(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether, called so, it returns its input itself, though torch.export takes that for a copy."""
+        return False
+
+    def may_be_input(self, tensors: int) -> bool:
+        """Whether, given so many tensors, it may return its input's own memory though its signature denies it."""
+        return False
+
+    def check(self, op: Op, parts: Iterable[Part | None], *, local: bool) -> None:
+        """Raise what torch raises where shapes alone forbid a call; on every rank, with or without a part of it."""
+
+
+def of_each(number: int, needs: Mapping[str, "Need"]) -> int:
+    """So many operations for each element of the first argument."""
+    return number * volume(next(iter(needs.values())).box)
+
+
+def wide(x: Tensor) -> Tensor:
+    """What is summed over many elements or parts: in float32 at least, as torch's own kernels do."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class Rule(Facts):
+    """How one operator is cut, and all that is known about it."""
 
     apart = False
     """Whether the gradients of its input and of its parameters, found one after the other, cost no more than both
     at once: then the first can travel while the second is computed."""
+
+    def speaks_of(self, op: Op) -> bool:
+        """Whether it holds for this way of calling the operator; else the call runs whole."""
+        return True
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         """The directions in which the layer may be cut."""
@@ -197,14 +293,13 @@ class Rule:
         """What the part computes of the output."""
         return op.output_box(part)
 
-    def updates(self, op: Op) -> tuple[str, ...]:
-        """Arguments that are states and that the operator changes, on every rank that holds them."""
-        return ()
-
     def sums(
         self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
     ) -> tuple["GroupSum", ...]:
-        """What crosses between parts while the rule runs, for counting. `parts`: how many along each axis."""
+        """What crosses between parts while the rule runs, in float32 at least, for counting.
+
+        `parts`: how many along each axis.
+        """
         return ()
 
     def run(self, call: Call) -> Tensor:
@@ -223,7 +318,10 @@ class GroupSum:
 
 
 class Whole(Rule):
-    """An operator without a rule: it runs whole, on every rank, correct and without gain."""
+    """An operator without a rule, or called in a way that its rule does not speak of.
+
+    It runs whole, on every rank, correct and without gain. What is known about it stands in its `Facts`.
+    """
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         return ()

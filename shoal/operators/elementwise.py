@@ -1,17 +1,20 @@
 """Operators that treat every element alone, with broadcasting; random masks; tensors made from nothing."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.operators.base import Call, Need, Op, Part, Rule
+from shoal.operators.base import Call, Facts, Need, Op, Part, Rule
 from shoal.operators.views import broadcast_box
-from shoal.partition import Span
+from shoal.partition import Box, Span
 
 
 class Elementwise(Rule):
     """Every dim of the output may be cut; arguments are read where broadcasting lays them."""
+
+    follows = True
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         out = op.output_box(part)
@@ -21,8 +24,61 @@ class Elementwise(Rule):
         return call.torch()
 
 
-class PerChannel(Elementwise):
+class SavesInput(Elementwise):
+    """mul, silu and others whose slope is found from what they were given."""
+
+    saves_input = True
+
+
+class SavesOutput(Elementwise):
+    """relu, exp and others whose slope is found from what they gave."""
+
+    saves_output = True
+
+
+class Add(Elementwise):
+    """add: both inputs have the gradient of the sum."""
+
+    passes_gradient = True
+
+
+class Copy(Elementwise):
+    """clone and others that move or fill elements and compute nothing."""
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 0
+
+
+class Cast(Copy):
+    """to: another type, given by name; as another tensor's, it runs whole."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return "other" not in op.layer.arguments
+
+
+class Constant(Copy):
+    """lift_fresh_copy: how torch.export writes down torch.tensor."""
+
+    called = "constant"
+
+
+class Alias(Elementwise):
+    """alias: another name."""
+
+    view = True
+
+
+class Detach(Alias):
+    """detach: another name, through which no gradient goes back."""
+
+    detaches = True
+
+
+class PerChannel(SavesInput):
     """prelu: its weight has one element, or one per channel, and belongs to dim 1."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) > 1
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         out = op.output_box(part)
@@ -33,6 +89,9 @@ class PerChannel(Elementwise):
 class Made(Rule):
     """empty, zeros, ones, full: a part makes its own box."""
 
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 0
+
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         return {}
 
@@ -41,7 +100,10 @@ class Made(Rule):
 
 
 class Mask(Rule):
-    """bernoulli: the part's box of a mask that every plan draws alike."""
+    """bernoulli with one probability: the part's box of a mask that every plan draws alike."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return isinstance(op.layer.arguments.get("p"), int | float)
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         return {"self": Need(op.output_box(part))}
@@ -51,20 +113,54 @@ class Mask(Rule):
         return call.random.box(call.op.out, box, keep=call.op["p"], like=call.tensors["self"])
 
 
-class Dropout(Rule):
-    """dropout and its kind that drops whole channels; identity in evaluation."""
+class Dropping(Facts):
+    """What all kinds of dropout share: in evaluation, or of nothing, they are their input."""
+
+    saves_output = True
+
+    def draws(self, arguments: Mapping[str, Any]) -> bool:
+        return arguments["train"] is not False and 0 < arguments["p"] < 1  # None: native_dropout trains
+
+    def idle(self, arguments: Mapping[str, Any]) -> bool:
+        return not arguments["train"] or arguments["p"] == 0
+
+
+class Dropout(Dropping, Rule):
+    """dropout; identity in evaluation."""
+
+    follows = True
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         return {"input": Need(op.output_box(part))}
 
+    def _mask(self, shape: tuple[int, ...], box: Box) -> tuple[tuple[int, ...], Box]:
+        """The shape of the whole mask, and the part's box of it."""
+        return shape, box
+
     def run(self, call: Call) -> Tensor:
         x, p = call.tensors["input"], call.op["p"]
-        if call.op["train"] is False or p == 0:  # None: native_dropout trains
+        if call.op["train"] is False or p == 0:
             return x.clone()
-        shape, box = call.op.out, call.op.output_box(call.part)
-        if "feature" in call.op.layer.op:
-            shape = (*shape[:2], *(1 for _ in shape[2:]))
-            box = (*box[:2], *(Span(0, 1) for _ in box[2:]))
+        shape, box = self._mask(call.op.out, call.op.output_box(call.part))
         keep = 1.0 - p
         mask = call.random.box(shape, box, keep=keep, like=x)
         return x * mask.div_(keep) if keep else torch.zeros_like(x) * x
+
+
+class FeatureDropout(Dropout):
+    """feature_dropout: drops whole channels."""
+
+    saves_output = False
+
+    def _mask(self, shape: tuple[int, ...], box: Box) -> tuple[tuple[int, ...], Box]:
+        return (*shape[:2], *(1 for _ in shape[2:])), (*box[:2], *(Span(0, 1) for _ in box[2:]))
+
+
+class NativeDropout(Dropout):
+    """native_dropout, which gives its mask too, and a copy where it drops nothing."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return op.layer.result in (None, 0)
+
+    def idle(self, arguments: Mapping[str, Any]) -> bool:
+        return False

@@ -10,15 +10,29 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shoal.operators.base import Axis, Call, GroupSum, Need, Op, Part, Rule, letters
+from shoal.operators.base import Axis, Call, GroupSum, Need, Op, Part, Rule, letters, of_each, wide
 from shoal.partition import Box, whole
 
 EACH = 0
 """torch's number for `reduction="none"`."""
 
 
+_WORK = 5
+"""FLOPs per element that is read, by a count of what the formulas do to each."""
+
+
 class ScoreLoss(Rule):
-    """cross_entropy and nll_loss against class numbers, with weights, label smoothing and ignored targets."""
+    """nll_loss against class numbers, with weights and ignored targets."""
+
+    autocast = "full"
+    saves_input = True
+
+    def speaks_of(self, op: Op) -> bool:
+        of_numbers = len(op.shapes["target"]) == len(op.shapes["self"]) - 1 > 0
+        return of_numbers and bool(op["reduction"] == EACH)
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return of_each(_WORK, needs)
 
     def _ndim(self, op: Op) -> int:
         return len(op.shapes["self"])
@@ -63,17 +77,27 @@ class ScoreLoss(Rule):
             spread = x if weight is None else x * weight[mine.start : mine.stop].view(-1, *(1,) * (x.ndim - 2))
             loss = loss - smoothing / classes * spread.sum(1) * kept
             scale = scale + smoothing * (1.0 if weight is None else weight.mean()) * kept
-        if op.layer.op.split(".")[1] == "cross_entropy_loss":
-            top = call.peers.max(x.amax(1), "c")
-            total = call.peers.sum((x - top.unsqueeze(1)).exp().sum(1), "c").log() + top
-            # one part adds it, but it is in every part's graph: all take part in the sum of its gradient
-            loss = loss + total * (scale if mine.start == 0 else torch.zeros_like(scale))
+        return self._with_total(call, x, loss, scale)
+
+    def _with_total(self, call: Call, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        """The part's loss with what depends on all scores of a sample; `scale`: by how much that counts."""
         return loss
+
+
+class CrossEntropy(ScoreLoss):
+    """cross_entropy against class numbers: of scores that are no logarithms yet, with label smoothing."""
+
+    def _with_total(self, call: Call, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        x = wide(x)
+        top = call.peers.max(x.amax(1), "c")
+        total = call.peers.sum((x - top.unsqueeze(1)).exp().sum(1), "c").log() + top
+        # one part adds it, but it is in every part's graph: all take part in the sum of its gradient
+        return loss + total * (scale if call.part["c"].start == 0 else torch.zeros_like(scale))
 
     def sums(
         self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
     ) -> tuple[GroupSum, ...]:
-        if "c" not in cut or "cross_entropy" not in op.layer.op:
+        if "c" not in cut:
             return ()
         elements = prod(map(len, self.writes(op, part)))
         return (GroupSum("c", elements, backward=False), GroupSum("c", elements))
@@ -91,6 +115,15 @@ def loss_weights(op: Op, target: Tensor, weight: Tensor | None) -> Tensor:
 
 class PairLoss(Rule):
     """mse_loss and others that compare element by element."""
+
+    autocast = "full"
+    saves_input = True
+
+    def speaks_of(self, op: Op) -> bool:
+        return op.shapes["self"] == op.shapes["target"] and bool(op["reduction"] == EACH)
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return of_each(_WORK, needs)
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         return {name: Need(op.output_box(part)) for name in ("self", "target")}

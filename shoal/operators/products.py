@@ -1,18 +1,25 @@
-"""Operators that contract a dim: linear layers, means and sums."""
+"""Operators that contract a dim: linear layers, attention, means and sums."""
 
 from collections.abc import Mapping
+from math import prod
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.operators.base import Axis, Call, Need, Op, Part, Rule, letters
-from shoal.partition import Box, Span
+from shoal.operators.base import Axis, Call, Facts, Need, Op, Part, Rule, letters, of_each
+from shoal.operators.views import broadcast_box
+from shoal.partition import Box, Span, volume, whole
 
 
 class Linear(Rule):
     """linear. The last dim of the output may be cut (its own rows of the weight), and `k`: partial sums."""
 
-    apart = True
+    apart = contracts = dense = saves_input = True
+    autocast = "lower"
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 2 * written * len(needs["weight"].box[1])
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         return (*op.output_axes(), Axis("k", op.shapes["weight"][1], summed=True))
@@ -31,8 +38,71 @@ class Linear(Rule):
         return F.linear(call.tensors["input"], call.tensors["weight"], call.tensors.get("bias"))
 
 
-class Reduce(Rule):
-    """mean and sum over some dims. Those dims may be cut too: each part then holds a partial sum."""
+class Matrices(Facts):
+    """matmul and others that multiply two given tensors. `contracted`: the argument whose last dim is summed over."""
+
+    contracts = saves_input = True
+    autocast = "lower"
+
+    def __init__(self, contracted: str) -> None:
+        self.contracted = contracted
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 2 * written * op.shapes[self.contracted][-1]
+
+
+class Einsum(Facts):
+    """einsum: of one tensor maybe a view; of several a product, so new memory."""
+
+    saves_input = True
+
+    def may_be_input(self, tensors: int) -> bool:
+        return tensors == 1
+
+
+class AttentionFacts(Facts):
+    """scaled_dot_product_attention and the kernels behind it: they draw where their dropout is more than 0."""
+
+    contracts = saves_input = saves_output = True
+    autocast = "lower"
+
+    def draws(self, arguments: Mapping[str, Any]) -> bool:
+        return bool(arguments.get("dropout_p", 0.0))
+
+
+class Attention(AttentionFacts, Rule):
+    """scaled_dot_product_attention without dropout. Samples and heads may be cut: all dims but the last two."""
+
+    def speaks_of(self, op: Op) -> bool:
+        front = {op.shapes[name][:-2] for name in ("query", "key", "value")}
+        return len(front) == 1 and front != {()} and op["dropout_p"] == 0
+
+    def axes(self, op: Op) -> tuple[Axis, ...]:
+        return op.output_axes()[: len(op.out) - 2]
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        front = op.output_box(part)[:-2]
+        needs = {name: Need((*front, *whole(op.shapes[name][-2:]))) for name in ("query", "key", "value")}
+        if "attn_mask" in op.shapes:
+            mask = op.shapes["attn_mask"]
+            needs["attn_mask"] = Need((*broadcast_box(front, mask[:-2]), *whole(mask[-2:])))
+        return needs
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 2 * (volume(needs["query"].box) + written) * op.shapes["key"][-2]
+
+    def run(self, call: Call) -> Tensor:
+        return call.torch()
+
+
+class Sum(Rule):
+    """sum over some dims. Those dims may be cut too: each part then holds a partial sum."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return op.layer.arguments.get("dtype") is None and bool(op.shapes["self"])
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return of_each(1, needs)
 
     def _reduced(self, op: Op) -> set[int]:
         ndim = len(op.shapes["self"])
@@ -68,10 +138,15 @@ class Reduce(Rule):
         reduced = self._reduced(op)
         if not call.cut & {letters(x.ndim)[dim] for dim in reduced}:
             return call.torch()
-        total = x.sum(sorted(reduced), keepdim=op.layer.arguments.get("keepdim", False))
-        if op.layer.op.split(".")[1] == "sum":
-            return total
-        count = 1
-        for dim in reduced:
-            count *= op.shapes["self"][dim]
-        return total / count
+        return self._total(op, x.sum(sorted(reduced), keepdim=op.layer.arguments.get("keepdim", False)))
+
+    def _total(self, op: Op, total: Tensor) -> Tensor:
+        """What a part's sum adds to the result."""
+        return total
+
+
+class Mean(Sum):
+    """mean over some dims, likewise."""
+
+    def _total(self, op: Op, total: Tensor) -> Tensor:
+        return total / prod(op.shapes["self"][dim] for dim in self._reduced(op))

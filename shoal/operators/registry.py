@@ -1,78 +1,135 @@
 """Which rule serves which operator."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shoal.graph import LayerGraph
 from shoal.operators import elementwise, losses, norms, products, views, windows
-from shoal.operators.base import Op, Rule, Whole
+from shoal.operators.base import Facts, Op, Rule, Whole
 
 _ELEMENTWISE = """
-    abs add addcdiv addcmul alias atan atan2 ceil celu clamp clamp_max clamp_min clone contiguous cos cosh detach
-    div elu empty_like eq erf erfc exp exp2 expm1 floor fmod ge gelu gt hardshrink hardsigmoid hardswish hardtanh
-    isfinite isinf isnan le leaky_relu lerp lift_fresh_copy log log10 log1p log2 log_sigmoid logical_and logical_not
-    logical_or logical_xor lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like pow reciprocal relu
-    relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub
-    tan tanh threshold to trunc where zeros_like _to_copy
+    ceil eq floor ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt masked_fill ne neg
+    round rsub sign sub trunc where
 """
+_SAVE_INPUT = """
+    abs addcdiv addcmul atan atan2 celu clamp clamp_max clamp_min cos cosh div elu erf erfc fmod gelu hardshrink
+    hardsigmoid hardswish hardtanh leaky_relu lerp log log10 log1p log2 log_sigmoid maximum minimum mish mul
+    nan_to_num pow relu6 remainder selu sgn silu sin sinc sinh softplus softshrink square threshold _prelu_kernel
+"""
+_SAVE_OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
 
-_RULES: dict[str, Rule] = {
+_KNOWN: dict[str, Facts] = {
+    # of every element alone
     **{word: elementwise.Elementwise() for word in _ELEMENTWISE.split()},
-    **{word: elementwise.Made() for word in ["empty", "zeros", "ones", "full"]},
-    **{word: elementwise.Dropout() for word in ["dropout", "native_dropout", "feature_dropout"]},
-    "bernoulli": elementwise.Mask(),
+    **{word: elementwise.SavesInput() for word in _SAVE_INPUT.split()},
+    **{word: elementwise.SavesOutput() for word in _SAVE_OUTPUT.split()},
+    **{word: elementwise.Copy() for word in ["clone", "contiguous", "empty_like", "ones_like", "zeros_like"]},
+    **{word: elementwise.Cast() for word in ["to", "_to_copy"]},
+    "add": elementwise.Add(),
+    "alias": elementwise.Alias(),
+    "detach": elementwise.Detach(),
+    "lift_fresh_copy": elementwise.Constant(),
     "prelu": elementwise.PerChannel(),
-    "_prelu_kernel": elementwise.Elementwise(),
-    **{
-        word: views.Reshape()
-        for word in ["view", "reshape", "flatten", "unsqueeze", "squeeze", "_unsafe_view", "unflatten"]
-    },
+    **{word: elementwise.Made() for word in ["empty", "zeros", "ones", "full"]},
+    # random masks
+    "dropout": elementwise.Dropout(),
+    "feature_dropout": elementwise.FeatureDropout(),
+    "native_dropout": elementwise.NativeDropout(),
+    **{word: elementwise.Dropping() for word in ["alpha_dropout", "feature_alpha_dropout"]},
+    "bernoulli": elementwise.Mask(),
+    # views and rows
+    **{word: views.Reshape() for word in ["reshape", "flatten", "unsqueeze", "_unsafe_view", "unflatten"]},
+    "view": views.View(),
+    "squeeze": views.Squeeze(),
     **{word: views.Permute() for word in ["permute", "transpose", "t"]},
-    **{word: views.Choose() for word in ["slice", "select", "split", "split_with_sizes", "chunk"]},
+    "select": views.Select(),
+    "unbind": views.Unbind(),
+    **{word: views.Choose() for word in ["slice", "split", "split_with_sizes", "chunk"]},
     "expand": views.Expand(),
     "cat": views.Concat(),
     "pad": views.Pad(),
     "constant_pad_nd": views.Pad(),
     "flip": views.Flip(),
-    **{word: windows.Convolution() for word in ["conv1d", "conv2d", "conv3d"]},
-    **{word: windows.TransposedConvolution() for word in ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]},
-    **{word: windows.MaxPool() for word in ["max_pool1d", "max_pool2d", "max_pool3d"]},
-    **{word: windows.AveragePool() for word in ["avg_pool1d", "avg_pool2d", "avg_pool3d"]},
-    **{
-        word: windows.AdaptiveAveragePool()
-        for word in ["adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"]
-    },
-    **{
-        word: windows.Upsample()
-        for word in [
-            "upsample_nearest1d",
-            "upsample_nearest2d",
-            "upsample_nearest3d",
-            "_upsample_nearest_exact1d",
-            "_upsample_nearest_exact2d",
-            "_upsample_nearest_exact3d",
-            "upsample_linear1d",
-            "upsample_bilinear2d",
-            "upsample_trilinear3d",
-        ]
-    },
+    **{word: views.PerhapsView() for word in ["type_as", "atleast_1d", "atleast_2d", "atleast_3d"]},
+    **{word: views.PerhapsView() for word in ["broadcast_tensors", "meshgrid", "conj_physical", "sum_to_size"]},
+    **{word: views.PerhapsView() for word in ["unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]},
+    # windows
+    **{f"conv{dims}d": windows.Convolution() for dims in (1, 2, 3)},
+    **{f"conv_transpose{dims}d": windows.TransposedConvolution() for dims in (1, 2, 3)},
+    **{f"max_pool{dims}d": windows.MaxPool(dims) for dims in (1, 2, 3)},
+    **{f"avg_pool{dims}d": windows.AveragePool(dims) for dims in (1, 2, 3)},
+    **{f"adaptive_avg_pool{dims}d": windows.AdaptiveAveragePool(dims) for dims in (1, 2, 3)},
+    **{f"adaptive_max_pool{dims}d": windows.AdaptiveMaxPool() for dims in (1, 2, 3)},
+    **{f"max_pool{dims}d_with_indices": windows.MaxPoolFacts(dims) for dims in (2, 3)},
+    **{f"upsample_nearest{dims}d": windows.NearestUpsample() for dims in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{dims}d": windows.NearestUpsample() for dims in (1, 2, 3)},
+    **{word: windows.Upsample() for word in ["upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"]},
     "pixel_shuffle": windows.PixelShuffle(),
     "pixel_unshuffle": windows.PixelUnshuffle(),
+    # products and sums
     "linear": products.Linear(),
-    **{word: products.Reduce() for word in ["mean", "sum"]},
-    **{
-        word: norms.BatchNorm()
-        for word in [
-            "batch_norm",
-            "_native_batch_norm_legit_functional",
-            "_native_batch_norm_legit",
-            "_native_batch_norm_legit_no_training",
-        ]
-    },
+    **{word: products.Matrices("self") for word in ["matmul", "mm", "bmm", "mv"]},
+    "addmm": products.Matrices("mat1"),
+    "baddbmm": products.Matrices("batch1"),
+    "einsum": products.Einsum(),
+    "scaled_dot_product_attention": products.Attention(),
+    **{f"_scaled_dot_product_{kind}attention{where}": products.AttentionFacts() for kind, where in [
+        ("flash_", ""), ("flash_", "_for_cpu"), ("efficient_", ""), ("cudnn_", ""), ("", "_math"),
+    ]},
+    "mean": products.Mean(),
+    "sum": products.Sum(),
+    # norms
+    "batch_norm": norms.BatchNorm(),
+    "_native_batch_norm_legit": norms.BatchNorm(),
+    "_native_batch_norm_legit_functional": norms.FunctionalBatchNorm(),
+    "_native_batch_norm_legit_no_training": norms.FixedBatchNorm(),
     "group_norm": norms.GroupNorm(),
-    "instance_norm": norms.GroupNorm(),
+    "instance_norm": norms.InstanceNorm(),
     "layer_norm": norms.LayerNorm(),
-    **{word: norms.Softmax() for word in ["softmax", "log_softmax"]},
-    **{word: losses.ScoreLoss() for word in ["cross_entropy_loss", "nll_loss_nd", "nll_loss"]},
+    "softmax": norms.Softmax(),
+    "log_softmax": norms.LogSoftmax(),
+    **{word: norms.SoftmaxFacts() for word in ["_softmax", "_log_softmax"]},
+    # losses
+    "cross_entropy_loss": losses.CrossEntropy(),
+    **{word: losses.ScoreLoss() for word in ["nll_loss_nd", "nll_loss"]},
     **{word: losses.PairLoss() for word in ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]},
-}
+}  # fmt: skip
+"""Operators of aten by their word. What is no `Rule` has facts alone, and runs whole."""
 WHOLE = Whole()
+_UNKNOWN = Facts()
+
+
+def words_with_rules() -> frozenset[str]:
+    """The operators that can be cut."""
+    return frozenset(word for word, known in _KNOWN.items() if isinstance(known, Rule))
+
+
+def facts_of(operator: str) -> Facts:
+    """What is known of an operator such as `aten.conv2d.default`; of one that writes in place, what its twin has."""
+    namespace, _, rest = operator.partition(".")
+    word = rest.partition(".")[0]
+    if namespace != "aten":  # an operator of somebody else's may have the same word
+        return _UNKNOWN
+    return _KNOWN.get(word) or _KNOWN.get(word.removesuffix("_"), _UNKNOWN)
+
+
+def draws(operator: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operator, called so, draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags and facts_of(str(operator)).draws(arguments)
+
+
+def learning(graph: LayerGraph) -> frozenset[str]:
+    """Layers from which a gradient of the result can come back: it stops at `detach` and at whole numbers."""
+    found = set(graph.outputs)
+    for layer in reversed(graph.layers):
+        if layer.name in found and layer.output.differentiable and not facts_of(layer.op).detaches:
+            found.update(layer.reads)
+        else:
+            found.discard(layer.name)
+    return frozenset(found - graph.inputs.keys())
 
 
 def rule_for(op: Op) -> Rule:
@@ -84,44 +141,7 @@ def rule_for(op: Op) -> Rule:
 
 
 def _rule_for(op: Op) -> Rule:
-    word = op.layer.op.split(".")[1]
-    rule = _RULES.get(word, WHOLE)
-    if rule is WHOLE or not all(map(all, [op.out, *op.shapes.values()])):  # nothing to cut where there are no elements
-        return WHOLE
-    return WHOLE if _unusual(word, op) else rule
-
-
-def _unusual(word: str, op: Op) -> bool:
-    """Ways of calling an operator that its rule does not speak of."""
-    overload = op.layer.op.split(".", 2)[2]
-    if word.startswith(("conv", "max_pool", "avg_pool", "adaptive_avg_pool")) and word[-1] == "d":
-        return len(op.out) != int(word[-2]) + 2  # without a batch dim
-    if "upsample" in word:
-        return overload != "vec"
-    if word in ("pixel_shuffle", "pixel_unshuffle"):
-        return len(op.out) != 4
-    if word in (
-        "native_dropout",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-    ):
-        return op.layer.result not in (None, 0)
-    if word == "bernoulli":
-        return overload != "p"  # the probabilities are a tensor
-    if word == "view":
-        return overload != "default"  # as another type
-    if word == "to":
-        return overload == "other"
-    if word == "instance_norm":
-        return "running_mean" in op.shapes
-    if word in ("mean", "sum", "softmax", "log_softmax"):
-        return op.layer.arguments.get("dtype") is not None or not op.shapes["self"]
-    if word in ("cross_entropy_loss", "nll_loss_nd", "nll_loss"):
-        of_numbers = len(op.shapes["target"]) == len(op.shapes["self"]) - 1 > 0
-        return not of_numbers or op["reduction"] != losses.EACH
-    if word in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-        return op.shapes["self"] != op.shapes["target"] or op["reduction"] != losses.EACH
-    if word == "prelu":
-        return len(op.out) < 2
-    return False
+    rule = facts_of(op.layer.op)
+    if not isinstance(rule, Rule) or not all(map(all, [op.out, *op.shapes.values()])):
+        return WHOLE  # nothing to cut where there are no elements
+    return rule if rule.speaks_of(op) else WHOLE

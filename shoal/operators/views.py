@@ -6,7 +6,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from shoal.operators.base import Axis, Call, Need, Op, Part, Rule, letters
+from shoal.operators.base import Axis, Call, Facts, Need, Op, Part, Rule, letters
 from shoal.partition import Box, Span, whole
 
 
@@ -50,10 +50,12 @@ def _first_real(dims: list[int], shape: tuple[int, ...]) -> int | None:
 
 
 class Reshape(Rule):
-    """view, reshape, flatten, unsqueeze, squeeze: within a group of dims, the leading one may be cut.
+    """reshape, flatten, unsqueeze and their kin: within a group of dims, the leading one may be cut.
 
     A cut must fall on rows of both shapes, so parts hold multiples of the coarser of the two.
     """
+
+    view = True
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         old, new = op.shapes["self"], op.out
@@ -86,8 +88,30 @@ class Reshape(Rule):
         return call.tensors["self"].reshape([len(span) for span in call.op.output_box(call.part)])
 
 
+class View(Reshape):
+    """view as another shape; as another type, it runs whole."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return "size" in op.layer.arguments
+
+
+class Squeeze(Reshape):
+    """squeeze, which finds the dims of one row."""
+
+    counts_rows = True
+
+
+class PerhapsView(Facts):
+    """type_as and others that return their input where they have nothing to do, though their signature denies it."""
+
+    def may_be_input(self, tensors: int) -> bool:
+        return True
+
+
 class Permute(Rule):
     """permute, transpose, t: every dim may be cut, under the letter of its new place."""
+
+    view = True
 
     def _order(self, op: Op) -> list[int]:
         ndim = len(op.out)
@@ -111,6 +135,8 @@ class Permute(Rule):
 class Expand(Rule):
     """expand: dims that are repeated need their one row everywhere."""
 
+    view = True
+
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         return {"self": Need(broadcast_box(op.output_box(part), op.shapes["self"]))}
 
@@ -125,44 +151,72 @@ def broadcast_box(out: Box, shape: tuple[int, ...]) -> Box:
 
 
 class Choose(Rule):
-    """slice, select, split, chunk: rows of one dim, at a fixed distance. All dims of the output may be cut."""
+    """slice, split, chunk: rows of one dim, at a fixed distance. All dims of the output may be cut."""
+
+    view = counts_rows = True
 
     def _chosen(self, op: Op) -> tuple[int, int, int]:
         """(dim, first row, step) of the rows that are chosen."""
-        shape = op.shapes["self"]
-        dim = op["dim"] % len(shape)
-        word = op.layer.op.split(".")[1]
-        if word == "select":
-            return dim, op["index"] % shape[dim], 1
-        if word == "slice":
+        shape, arguments = op.shapes["self"], op.layer.arguments
+        dim, before = op["dim"] % len(shape), op.layer.result or 0
+        if "step" in arguments:
             start = op["start"] or 0
             start = max(start + shape[dim], 0) if start < 0 else min(start, shape[dim])
             return dim, start, op["step"]
-        before = op.layer.result or 0
-        if word == "chunk":
+        if "chunks" in arguments:
             return dim, before * -(-shape[dim] // op["chunks"]), 1
-        sizes = op.layer.arguments.get("split_sizes", op.layer.arguments.get("split_size"))
+        sizes = arguments.get("split_sizes", arguments.get("split_size"))
         return dim, sum(sizes[:before]) if isinstance(sizes, tuple) else before * sizes, 1
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         dim, start, step = self._chosen(op)
         box = list(op.output_box(part))
-        if op.layer.op.split(".")[1] == "select":
-            box.insert(dim, Span(start, start + 1))
-        else:
-            rows = box[dim]
-            box[dim] = Span(start + rows.start * step, start + (rows.stop - 1) * step + 1)
+        rows = box[dim]
+        box[dim] = Span(start + rows.start * step, start + (rows.stop - 1) * step + 1)
         return {"self": Need(tuple(box))}
 
     def run(self, call: Call) -> Tensor:
         dim, _, step = self._chosen(call.op)
         x = call.tensors["self"]
-        if call.op.layer.op.split(".")[1] == "select":
-            return x.select(dim, 0)
         return x if step == 1 else x[(slice(None),) * dim + (slice(None, None, step),)]
 
 
-class Concat(Rule):
+class Select(Rule):
+    """select: one row of one dim, which the output has no more."""
+
+    view = counts_rows = True
+
+    def _dim(self, op: Op) -> int:
+        return int(op["dim"]) % len(op.shapes["self"])
+
+    def _row(self, op: Op) -> int:
+        return int(op["index"])
+
+    def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
+        dim = self._dim(op)
+        row = self._row(op) % op.shapes["self"][dim]
+        out = op.output_box(part)
+        return {"self": Need((*out[:dim], Span(row, row + 1), *out[dim:]))}
+
+    def run(self, call: Call) -> Tensor:
+        return call.tensors["self"].select(self._dim(call.op), 0)
+
+
+class Unbind(Select):
+    """unbind: every row of one dim as a result of its own."""
+
+    def _row(self, op: Op) -> int:
+        return op.layer.result or 0
+
+
+class Moved(Rule):
+    """What operators share that lay elements elsewhere and compute nothing."""
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return 0
+
+
+class Concat(Moved):
     """cat: a part may read rows of several inputs, or of one only."""
 
     def _spans(self, op: Op) -> tuple[int, dict[str, Span]]:
@@ -189,7 +243,7 @@ class Concat(Rule):
         return torch.cat([call.tensors[name] for name in spans if name in call.tensors], dim)
 
 
-class Pad(Rule):
+class Pad(Moved):
     """Constant padding; negative widths crop. Where a dim is cut the border is laid around the moved tile."""
 
     def _widths(self, op: Op) -> list[tuple[int, int]]:
@@ -242,7 +296,7 @@ def clamp(span: Span, size: int) -> tuple[Span, tuple[int, int]]:
     return Span(start, stop), (before, len(span) - (stop - start) - before)
 
 
-class Flip(Rule):
+class Flip(Moved):
     """flip: a part reads the mirrored rows."""
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:

@@ -7,15 +7,16 @@ assembled, and the kernel pads nothing. A part whose windows lie wholly in the p
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.operators.base import Axis, Call, Need, Op, Part, Rule, letters
-from shoal.operators.views import clamp
-from shoal.partition import Box, Span
+from shoal.operators.base import Axis, Call, Facts, Need, Op, Part, Rule, letters, of_each
+from shoal.operators.views import Moved, clamp
+from shoal.partition import Box, Span, volume
 
 
 def spatial_letters(op: Op) -> str:
@@ -89,10 +90,24 @@ class Windowed(Rule):
         ]
 
 
-class Convolution(Windowed):
+class ConvolutionFacts(Facts):
+    """What all convolutions share."""
+
+    contracts = saves_input = own_layout = True
+    autocast = "lower"
+
+
+class Convolution(ConvolutionFacts, Windowed):
     """conv1d, conv2d, conv3d, grouped and depthwise too. `k` cuts the input channels: partial sums."""
 
     apart = True
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == len(op.shapes["weight"])  # with a batch dim
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        """Every output element sums over its group's channels and the window."""
+        return 2 * written * volume(needs["weight"].box[1:])
 
     def _windows(self, op: Op) -> list[Window]:
         sizes, kernels = op.shapes["input"][2:], op.shapes["weight"][2:]
@@ -139,10 +154,17 @@ class Convolution(Windowed):
         return out
 
 
-class TransposedConvolution(Rule):
+class TransposedConvolution(ConvolutionFacts, Rule):
     """conv_transpose1d to 3d. A part reads the input rows whose spread reaches its output rows."""
 
     apart = True
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == len(op.shapes["weight"])  # with a batch dim
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        """Every input element is spread over its group's filters and the window."""
+        return 2 * volume(needs["input"].box) * volume(needs["weight"].box[1:])
 
     def _rows(self, op: Op, dim: int, out: Span) -> Span:
         """Input rows that reach output rows along spatial dim `dim`."""
@@ -210,8 +232,30 @@ class TransposedConvolution(Rule):
         return spread if bias is None else spread + bias.view(-1, *(1,) * dims)
 
 
-class Pool(Windowed):
+class PoolFacts(Facts):
+    """What max and average pooling share over so many dims, however they are called."""
+
+    saves_input = True
+
+    def __init__(self, dims: int) -> None:
+        self.dims = dims
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        """Every output element sees its window."""
+        return written * prod(per_dim(op["kernel_size"], self.dims))
+
+
+class MaxPoolFacts(PoolFacts):
+    """max_pool1d to 3d, with indices too."""
+
+    index_bytes = 8  # where each maximum was
+
+
+class Pool(PoolFacts, Windowed):
     """What max and average pooling share."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == 2 + self.dims  # with a batch dim
 
     def _windows(self, op: Op) -> list[Window]:
         sizes = op.shapes["self"][2:]
@@ -229,7 +273,7 @@ class Pool(Windowed):
         return {"self": self.tile(op, part, part["c"], "self")}
 
 
-class MaxPool(Pool):
+class MaxPool(MaxPoolFacts, Pool):
     """max_pool1d to 3d, with padding, dilation and ceil mode."""
 
     fill = float("-inf")
@@ -273,6 +317,15 @@ class AveragePool(Pool):
 
 class AdaptiveAveragePool(Rule):
     """adaptive_avg_pool1d to 3d. To one row: a mean, by partial sums. To more: windows of its own."""
+
+    def __init__(self, dims: int) -> None:
+        self.dims = dims
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == 2 + self.dims  # with a batch dim
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return of_each(1, needs)
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         sizes = (*op.out[:2], *op.shapes["self"][2:])
@@ -322,12 +375,27 @@ class AdaptiveAveragePool(Rule):
         return matrix
 
 
+class AdaptiveMaxPool(Facts):
+    """adaptive_max_pool1d to 3d, which has no rule."""
+
+    saves_input = True
+    index_bytes = 8
+
+    def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
+        return of_each(1, needs)
+
+
 class Upsample(Rule):
-    """Nearest and linear upsampling, 1-D to 3-D.
+    """Linear upsampling, 1-D to 3-D.
 
     Which rows a row reads, and with which weights, is asked of the kernel itself: it is run once along each
     dim on the numbers of the rows.
     """
+
+    nearest = False
+
+    def speaks_of(self, op: Op) -> bool:
+        return "scale_factors" in op.layer.arguments  # one list of sizes or factors, not one argument for each dim
 
     def _sources(self, op: Op, dim: int) -> Tensor:
         """The place in the input, maybe between two rows, that each output row of a dim reads.
@@ -336,8 +404,7 @@ class Upsample(Rule):
         the question is put in the type and form of the real call.
         """
         size, dims = op.shapes["input"][2 + dim], len(op.out) - 2
-        nearest = "nearest" in op.layer.op
-        dtype = torch.float32 if nearest and op.layer.output.dtype != "float64" else torch.float64
+        dtype = torch.float32 if self.nearest and op.layer.output.dtype != "float64" else torch.float64
         small = [min(2, op.shapes["input"][1]), *(2,) * dims]
         small[1 + dim] = size
         rows = torch.arange(size, dtype=dtype).view(-1, *(1,) * (dims - 1 - dim)).expand(1, *small).contiguous()
@@ -346,7 +413,7 @@ class Upsample(Rule):
             arguments["scale_factors"] = [arguments["scale_factors"][dim] if d == dim else 1.0 for d in range(dims)]
         else:
             arguments["output_size"] = [op.out[2 + dim] if d == dim else 2 for d in range(dims)]
-        places: Tensor = getattr(torch.ops.aten, op.layer.op.split(".")[1]).vec(**{**arguments, "input": rows})
+        places: Tensor = op.operator(**{**arguments, "input": rows})
         return places[0, 0].movedim(dim, 0).reshape(op.out[2 + dim], -1)[:, 0].double()
 
     def _reads(self, op: Op, dim: int, part: Span) -> tuple[Span, Tensor]:
@@ -371,7 +438,7 @@ class Upsample(Rule):
             places = (places - rows.start).to(x.device)
             below = places.floor()
             low = x.index_select(2 + dim, below.long())
-            if "nearest" in op.layer.op:
+            if self.nearest:
                 x = low
                 continue
             high = x.index_select(2 + dim, (below + 1).clamp(max=len(rows) - 1).long())
@@ -380,8 +447,17 @@ class Upsample(Rule):
         return x
 
 
-class PixelShuffle(Rule):
+class NearestUpsample(Upsample):
+    """Nearest upsampling, likewise."""
+
+    nearest = True
+
+
+class PixelShuffle(Moved):
     """pixel_shuffle: blocks of channels become blocks of pixels."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == 4
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         factor = op["upscale_factor"]
@@ -396,8 +472,11 @@ class PixelShuffle(Rule):
         return call.torch()
 
 
-class PixelUnshuffle(Rule):
+class PixelUnshuffle(Moved):
     """pixel_unshuffle: blocks of pixels become blocks of channels, which are cut in whole blocks."""
+
+    def speaks_of(self, op: Op) -> bool:
+        return len(op.out) == 4
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         return op.output_axes(c=op["downscale_factor"] ** 2)

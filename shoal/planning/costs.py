@@ -26,11 +26,11 @@ from shoal.cluster import Level
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
 from shoal.operators.base import Op, Part
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.registry import WHOLE, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.elimination import Factor
-from shoal.planning.memory import index_bytes, kept_values
+from shoal.planning.memory import kept_values
 from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
 from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
@@ -232,7 +232,7 @@ class CostModel:
         found = []
         needs = rule.needs(op, part)
         for argument, reference in op.layer.tensors:
-            if not isinstance(reference, State) or argument in rule.updates(op):
+            if not isinstance(reference, State) or argument in facts_of(op.layer.op).updates(op.layer):
                 continue
             if not self.graph.states[reference.name].differentiable:
                 continue
@@ -252,7 +252,7 @@ class CostModel:
             return 0.0
         elements = volume(rule_for(op).writes(op, part))
         kept = elements * self.itemsize if op.layer.name in self._kept else 0
-        return float(kept + elements * index_bytes(op.layer.op))
+        return float(kept + elements * facts_of(op.layer.op).index_bytes)
 
     def _within(self, before: tuple[Op, Cut], after: tuple[Op, Cut], flowing: frozenset[str]) -> float:
         """The move between two layers of one stage, where the first one's partial results were divided."""
@@ -429,8 +429,9 @@ def _padded_alike(
 def flowing_values(graph: LayerGraph) -> frozenset[str]:
     """Values through which gradients flow in training, all parameters learning."""
     need: set[str] = set()
+    learns = learning(graph)
     for layer in graph.layers:
-        if layer.name in graph.learning and any(isinstance(ref, State) or ref.name in need for _, ref in layer.tensors):
+        if layer.name in learns and any(isinstance(ref, State) or ref.name in need for _, ref in layer.tensors):
             need.add(layer.name)
     return frozenset(need)
 

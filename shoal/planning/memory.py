@@ -12,45 +12,24 @@ It does not see the allocator's rests. `benchmarks/memory` holds it against meas
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.graph import LayerGraph
+from shoal.graph import Layer, LayerGraph
 from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program
+from shoal.operators.registry import facts_of
 from shoal.partition import volume
 
-_SAVES_INPUT = (
-    *("conv", "linear", "batch_norm", "group_norm", "layer_norm", "instance_norm", "max_pool", "avg_pool", "gelu"),
-    *("silu", "hardswish", "hardsigmoid", "mish", "elu", "leaky_relu", "hardtanh", "relu6", "softplus", "mul", "div"),
-    *("pow", "log", "prelu", "celu", "selu"),
-)
-_SAVES_OUTPUT = ("relu.", "sigmoid", "tanh", "softmax", "exp.", "sqrt", "rsqrt", "dropout", "native_dropout")
 LIBRARIES = 32 << 20
 CHANNELS_TOGETHER = 16
 """Convolutions pad their input's channels to a multiple of this, in a copy."""
-_VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "alias", "contiguous", "expand", "permute", "transpose")
 
 
-def _word(op: str) -> str:
-    return op.split(".", 1)[1]
+def stands_for_input(layer: Layer, graph: LayerGraph) -> bool:
+    """Whether to keep a layer's output is to keep its input: a view of all its rows.
 
-
-def saves_input(op: str) -> bool:
-    """Whether backward of this operator reads what it was given."""
-    return _word(op).lstrip("_").startswith(_SAVES_INPUT) and not op.startswith("aten.adaptive")
-
-
-def saves_output(op: str) -> bool:
-    """Whether backward of this operator reads what it gave."""
-    return _word(op).lstrip("_").startswith(_SAVES_OUTPUT)
-
-
-def index_bytes(op: str) -> int:
-    """Bytes per element of the output that an operator saves besides its tensors: where each maximum was."""
-    return 8 if "max_pool" in op else 0
-
-
-def is_view(op: str) -> bool:
-    """Whether its output is its input's memory."""
-    return _word(op).split(".")[0].lstrip("_") in _VIEWS
+    A view that leaves rows out has a tile of its own, with the rows that it reads.
+    """
+    rows = layer.output.elements
+    return facts_of(layer.op).view and all(rows >= graph.specs[read].elements for read in layer.reads[:1])
 
 
 def kept_values(graph: LayerGraph) -> frozenset[str]:
@@ -58,11 +37,12 @@ def kept_values(graph: LayerGraph) -> frozenset[str]:
     root: dict[str, str] = {}
     kept: set[str] = set()
     for layer in graph.layers:
-        if layer.reads and is_view(layer.op):
+        facts = facts_of(layer.op)
+        if layer.reads and stands_for_input(layer, graph):
             root[layer.name] = root.get(layer.reads[0], layer.reads[0])
-        if saves_output(layer.op):
+        if facts.saves_output:
             kept.add(layer.name)
-        if saves_input(layer.op):
+        if facts.saves_input:
             kept.update(root.get(read, read) for read in layer.reads)
     return frozenset(kept)
 
@@ -89,13 +69,13 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
     for name, layout in program.states.items():
         box = layout[rank]
         if box is not None:
-            copies = 2 + optimizer_slots if graph.states[name].differentiable and name not in graph.changed else 1
+            copies = 2 + optimizer_slots if graph.states[name].differentiable and name not in program.changed else 1
             parameters += volume(box) * itemsize[name] * copies
     wanted = kept_values(graph)
     kept = 0
     working = 0
     readers = {
-        key: one.placed.layer
+        key: one.placed.facts
         for one in program.instructions
         if isinstance(one, Compute)
         for key in one.sources.values()
@@ -106,9 +86,9 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
             if box is None:
                 continue
             size = volume(box) * itemsize[name]
-            if name in wanted and name not in program.only_moved_to and not is_view(one.placed.layer.op):
+            if name in wanted and name not in program.only_moved_to and not stands_for_input(one.placed.layer, graph):
                 kept += size
-            kept += volume(box) * index_bytes(one.placed.layer.op)
+            kept += volume(box) * one.placed.facts.index_bytes
             needs = one.placed.needs[rank]
             read = sum(
                 volume(needs[argument].box) * itemsize[reference.name]
@@ -119,7 +99,7 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
         elif isinstance(one, Fetch) and not one.identity:
             tile = one.tiles[rank]
             reader = readers.get(one.key)
-            if tile is not None and reader is not None and (saves_input(reader.op) or one.value in wanted):
+            if tile is not None and reader is not None and (reader.saves_input or one.value in wanted):
                 size = itemsize[one.value]
                 for rows in tile.shape:
                     size *= rows
@@ -129,8 +109,7 @@ def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, opt
 
 def _working(placed: Placed, rank: int, written: int, read: int, itemsize: int) -> int:
     """Bytes that backward of one layer handles beyond what was kept: gradients of both sides, and kernels' copies."""
-    word = placed.layer.op.split(".")[1]
-    if not word.startswith("conv"):
+    if not placed.facts.own_layout:
         return written + read
     needs = placed.needs[rank]
     channels = max(1, len(needs["input"].box[1]))

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 
-from shoal.graph import LayerGraph, State
+from shoal.graph import LayerGraph
 from shoal.lowering.boundary import Boundary, even_shares, step_program
 from shoal.lowering.program import Compute, Fetch, Settle
 from shoal.partition import Cut
+from shoal.planning.costs import flowing_values
 from shoal.planning.stages import stages_of
 from shoal.units import show_bytes
 
@@ -171,7 +172,7 @@ def edge_bytes(
     """
     shares = even_shares(graph.batch, ranks)
     program = step_program(graph, cuts, Boundary("tile", ranks), shares, losses=losses)
-    flowing = _flowing(graph)
+    flowing = flowing_values(graph)
     found: dict[tuple[str, str], int] = {}
     moving: set[int] = set()
     readers: dict[str, list[str]] = {}
@@ -201,14 +202,6 @@ def edge_bytes(
                         found.setdefault((reference.name, one.placed.layer.name), 0)
             case Fetch():
                 pass
-    return found
-
-
-def _flowing(graph: LayerGraph) -> set[str]:
-    found: set[str] = set()
-    for layer in graph.layers:
-        if layer.name in graph.learning and any(isinstance(r, State) or r.name in found for _, r in layer.tensors):
-            found.add(layer.name)
     return found
 
 

@@ -304,7 +304,7 @@ class _Player:
         for name in reversed(self.uses):
             spec, layout = self.program.graph.states[name], self.program.states[name]
             box = next((box for box in layout if box is not None), None)
-            if box is None or not spec.differentiable or name in self.program.graph.changed:
+            if box is None or not spec.differentiable or name in self.program.changed:
                 continue
             shards.append((name, sharers(layout)[box], spec.dtype, volume(box) * self.itemsize[name]))
         return fill_buckets(shards, self.model.bucket_bytes)
@@ -330,7 +330,7 @@ class _Player:
         per_rank = np.zeros(self.program.ranks)
         for name, layout in self.program.states.items():
             spec = self.program.graph.states[name]
-            if not spec.differentiable or name in self.program.graph.changed:
+            if not spec.differentiable or name in self.program.changed:
                 continue
             for rank, box in enumerate(layout):
                 per_rank[rank] += 0 if box is None else volume(box) * self.itemsize[name]
@@ -341,7 +341,9 @@ class _Player:
     def _traffic(self) -> int:
         graph = self.program.graph
         trainable = [
-            name for name in reversed(self.uses) if graph.states[name].differentiable and name not in graph.changed
+            name
+            for name in reversed(self.uses)
+            if graph.states[name].differentiable and name not in self.program.changed
         ]
         total = 0
         gradients = 0

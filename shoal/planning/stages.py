@@ -10,7 +10,6 @@ from functools import cached_property
 
 from shoal.graph import LayerGraph, State, Value
 from shoal.lowering.placement import depends_on_input, most_parts, op_of
-from shoal.operators import elementwise, norms
 from shoal.operators.base import Axis, Op, Rule
 from shoal.operators.registry import WHOLE, rule_for
 from shoal.partition import DIMS, Cut
@@ -96,9 +95,7 @@ def stages_of(
 
 
 def _follows(op: Op) -> bool:
-    rule = rule_for(op)
-    alike = isinstance(rule, elementwise.Elementwise | elementwise.Dropout | elementwise.PerChannel | norms.BatchNorm)
-    return alike and len(op.layer.reads) == 1
+    return rule_for(op).follows and len(op.layer.reads) == 1
 
 
 def _with_choices(

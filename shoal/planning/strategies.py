@@ -17,6 +17,7 @@ from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import most_parts
 from shoal.operators.base import Axis
+from shoal.operators.registry import facts_of
 from shoal.partition import Cut
 
 NAMES = ("data", "model", "owt", "spatial")
@@ -53,7 +54,7 @@ def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
     if name == "spatial":
         return {name: _spatial(len(graph.specs[name].shape), graph.batch, ranks) for name in names}
     if name == "owt":
-        first = next((i for i, layer in enumerate(graph.layers) if ".linear." in layer.op), len(names))
+        first = next((i for i, layer in enumerate(graph.layers) if facts_of(layer.op).dense), len(names))
         return {name: Cut.of(n=ranks) if i < first else Cut.of(c=ranks) for i, name in enumerate(names)}
     replicas, group = map(int, name.split("x"))
     return dict.fromkeys(names, Cut.of(n=replicas, c=group))

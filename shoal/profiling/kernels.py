@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.graph import State, Value
 from shoal.operators.base import Call, Op, Part, Rule
+from shoal.operators.registry import facts_of
 from shoal.partition import Span
 from shoal.profiling.roofline import flops
 
@@ -152,6 +153,6 @@ def _tensors(
             found[argument] = torch.zeros(need.shape, dtype=torch.int64, device=device)
             continue
         tensor = torch.rand(need.shape, dtype=dtype, device=device)
-        updated = argument in rule.updates(op)
+        updated = argument in facts_of(op.layer.op).updates(op.layer)
         found[argument] = tensor.requires_grad_((is_state and not updated) or (not is_state and input_grad))
     return found

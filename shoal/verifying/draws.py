@@ -17,13 +17,14 @@ from shoal.errors import ModelError
 from shoal.execution.randomness import LayerRandom
 from shoal.graph import Layer, LayerGraph
 from shoal.lowering.placement import op_of
+from shoal.operators.registry import draws
 from shoal.partition import whole
 
 
 @contextmanager
 def drawing_as(graph: LayerGraph, *, seed: int, step: int) -> Iterator[None]:
     """Within, one eager forward pass draws what the engine draws in this step."""
-    layers = [layer for layer in graph.layers if _draws(layer, graph)]
+    layers = [layer for layer in graph.layers if draws(op_of(layer, graph).operator, layer.arguments)]
     with _Draws(layers, seed, step) as mode:
         yield
     if mode.taken != len(layers):
@@ -37,7 +38,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.taken = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        given = {schema.name: value for schema, value in zip(func._schema.arguments, args, strict=False)}
+        if not draws(func, {**given, **(kwargs or {})}):
             return func(*args, **(kwargs or {}))
         if self.taken == len(self.layers):
             raise _unlike(f"with {func} where its captured form draws nothing")
@@ -49,14 +51,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         keep = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)  # the schema's default is left out
         random = LayerRandom(self.seed, layer.name, self.step)
         return noise.copy_(random.box(tuple(noise.shape), whole(noise.shape), keep=keep, like=noise))
-
-
-def _draws(layer: Layer, graph: LayerGraph) -> bool:
-    """Whether the layer draws; dropout in evaluation, of nothing or of everything does not."""
-    if torch.Tag.nondeterministic_seeded not in op_of(layer, graph).operator.tags:
-        return False
-    is_dropout = "dropout" in layer.op
-    return not is_dropout or (layer.arguments.get("train") is not False and 0 < layer.arguments["p"] < 1)
 
 
 def _unlike(how: str) -> ModelError:

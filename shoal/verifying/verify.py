@@ -20,6 +20,7 @@ from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.execution.module import ParallelModule
 from shoal.graph import LayerGraph
 from shoal.launching import run
+from shoal.operators.registry import facts_of
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.result import versions
@@ -389,6 +390,7 @@ def _culprit(fault: Suspects, plan: Plan, graphs: Mapping[bool, LayerGraph]) -> 
         cut=str(dict(plan.layers).get(first, Cut())),
         fault=fault.fault,
         difference=fault.difference,
+        mixes_samples=facts_of(ops.get(first, "")).mixes_samples,
     )
 
 

@@ -93,6 +93,7 @@ def test_one_of_the_layers_that_share_a_wrong_gradient(on_ranks: RunOnRanks) -> 
 def test_statistics_of_its_own_share_are_not_one_devices(on_ranks: RunOnRanks) -> None:
     verdict = on_ranks(2, cases.verdict, "data", batch_norm="local")[0]
     assert verdict.culprit.layers == ("bn1",)
+    assert verdict.culprit.mixes_samples
     assert on_ranks(2, cases.verdict, "model", batch_norm="local")[0].passed
 
 

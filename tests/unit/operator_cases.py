@@ -410,6 +410,7 @@ def _views() -> Iterator[Example]:
     yield Example("t.default", random(3, 5), {})
     yield Example("slice.Tensor", x, {"dim": 2, "start": 1, "step": 2})
     yield Example("select.int", x, {"dim": 1, "index": -1})
+    yield Example("unbind.int", x, {"dim": 2}, result=3)
     yield Example("split.Tensor", x, {"split_size": 2, "dim": 2}, result=1)
     yield Example("split_with_sizes.default", x, {"split_sizes": (2, 3), "dim": 2}, result=1)
     yield Example("chunk.default", x, {"chunks": 2, "dim": 1}, result=1)
@@ -456,6 +457,14 @@ def _products() -> Iterator[Example]:
     weight, bias = random(4, 5, seed=1), random(4, seed=2)
     yield Example("linear.default", random(3, 5), {"weight": weight, "bias": bias}, "input")
     yield Example("linear.default", random(3, 2, 5), {"weight": weight, "bias": bias}, "input", note="3-D input")
+    query, key, value = random(3, 4, 5, 2), random(3, 4, 6, 2, seed=1), random(3, 4, 6, 3, seed=2)
+    mask = random(4, 1, 6, seed=3)
+    ways: list[dict[str, Any]] = [{}, {"attn_mask": mask}, {"is_causal": True}]
+    for more in ways:
+        arguments = {"key": key, "value": value, **more}
+        yield Example("scaled_dot_product_attention.default", query, arguments, "query")
+    arguments = {"key": key[:, 0], "value": value[:, 0]}
+    yield Example("scaled_dot_product_attention.default", query[:, 0], arguments, "query", note="without heads")
     for word in ("mean", "sum"):
         overload = "dim" if word == "mean" else "dim_IntList"
         yield Example(f"{word}.{overload}", random(3, 4, 5, 2), {"dim": (2, 3), "keepdim": True})

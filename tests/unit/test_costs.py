@@ -176,7 +176,7 @@ def slow_cost(program: Program, stages: tuple[Stage, ...], cluster: Cluster, spe
                 total += (1 + (one.value in flowing)) * reference(one.partial, owned, cluster)
     for name in first_uses(program):
         box = program.states[name][0]
-        if box is not None and graph.states[name].differentiable and name not in graph.changed:
+        if box is not None and graph.states[name].differentiable and name not in program.changed:
             size = volume(box) * ITEM
             total += sum_seconds(size, sharers(program.states[name])[box], cluster) + size * speeds.update_per_byte
     return total
@@ -302,7 +302,9 @@ def test_bytes_of_a_price_are_the_traffic_of_all_ranks(net: str, plan: str) -> N
     cuts = dict(resolve(plan, model.graph, 4).cuts)
     program = program_of(model, cuts, net)
     graph = program.graph
-    trainable = [n for n in reversed(first_uses(program)) if graph.states[n].differentiable and n not in graph.changed]
+    trainable = [
+        n for n in reversed(first_uses(program)) if graph.states[n].differentiable and n not in program.changed
+    ]
     total = 0
     for rank in range(4):
         sent = step_traffic(

@@ -474,6 +474,10 @@ def unusual() -> Iterator[Example]:
     yield Example("cross_entropy_loss.default", values(3, 4), {"target": torch.tensor([1, 0, 3])})
     yield Example("cross_entropy_loss.default", values(4), {"target": torch.tensor(1), "reduction": 0})
     yield Example("cross_entropy_loss.default", values(3, 4), {"target": values(3, 4).softmax(1), "reduction": 0})
+    attention = "scaled_dot_product_attention.default"
+    yield Example(attention, values(5, 2), {"key": values(6, 2), "value": values(6, 3)}, "query")
+    shared = {"key": values(2, 2, 6, 2), "value": values(2, 2, 6, 3), "enable_gqa": True}
+    yield Example(attention, values(2, 4, 5, 2), shared, "query")
     yield Example("instance_norm.default", values(2, 3, 4), {
         "weight": None, "bias": None, "running_mean": values(3), "running_var": values(3, low=0.5),
         "use_input_stats": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False,
@@ -584,6 +588,22 @@ class Dynamic(nn.Module):
         return F.conv2d(x, kernel, padding=1, groups=2) + (self.one + self.other)
 
 
+class Attention(nn.Module):
+    """Two heads over all pixels, as vision transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.mix = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = x.flatten(2).transpose(1, 2)
+        n, length, features = pixels.shape
+        query, key, value = self.make(pixels).reshape(n, length, 3, 2, features // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value)
+        mixed: Tensor = pixels + self.mix(seen.transpose(1, 2).reshape(n, length, features))
+        return mixed
+
+
 def shuffle(x: Tensor) -> Tensor:
     n, c, h, w = x.shape
     return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
@@ -609,6 +629,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "excite": (Excite, (2, 4, 5, 3)),
     "u-net": (TinyUNet, (2, 2, 6, 4)),
     "twice": (Twice, (2, 3, 5, 3)),
+    "attention": (Attention, (2, 4, 3, 2)),
     "dynamic kernel": (Dynamic, (2, 2, 4, 5)),
     "channel shuffle": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), Function(shuffle)), (2, 3, 3, 3)),
     "response norm": (lambda: nn.LocalResponseNorm(3, alpha=0.5, beta=0.6), (2, 5, 3, 3)),

@@ -14,16 +14,16 @@ from shoal.capturing import capture
 from shoal.cluster import Cluster, Device, Efficiency
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of
-from shoal.operators import Op, Part, Rule, rule_for
+from shoal.operators import Op, Part, Rule, facts_of, rule_for
 from shoal.partition import Cut, cut
-from shoal.profiling.roofline import bytes_touched, contracts, flops, roofline
+from shoal.profiling.roofline import bytes_touched, flops, roofline
 from tests.unit.operator_cases import EXAMPLES, WITHOUT_RULE, Example
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VIEWS = {
     *("alias", "detach", "view", "reshape", "flatten", "unsqueeze", "squeeze", "_unsafe_view", "unflatten", "permute"),
-    *("transpose", "t", "expand", "slice", "select", "split", "split_with_sizes", "chunk"),
+    *("transpose", "t", "expand", "slice", "select", "unbind", "split", "split_with_sizes", "chunk"),
 }
 
 
@@ -174,7 +174,7 @@ def test_others_count_per_element(module: nn.Module, shape: tuple[int, ...], exp
     op, rule = only(module, *shape)
     (part,) = parts(op, rule)
     assert flops(op, part, rule) == expected
-    assert not contracts(op)
+    assert not facts_of(op.layer.op).contracts
 
 
 def test_a_norm_reads_its_input_twice() -> None:

@@ -1,0 +1,114 @@
+"""What is known about an operator stands in shoal/operators: nobody else asks what an operator is called.
+
+A text that names an operator is found where it is compared (`==`, `in`, `startswith`, a `case`), where it stands in a
+collection or is a key, and wherever it begins with `aten.`.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_layering import ROOT, files
+
+ASKING = {"startswith", "endswith", "removeprefix", "removesuffix", "get", "find", "index", "count", "match"}
+
+EXCEPTIONS = {
+    # layers that stand for no operator of the network's own: they are made, not asked about
+    ("capturing/reader.py", "aten.add.Tensor"),
+    ("capturing/reader.py", "aten.to.dtype"),
+    ("capturing/reader.py", "aten.expand.default"),
+    ("capturing/reader.py", "aten.clone.default"),
+    ("verifying/blame.py", "aten.clone.default"),
+    # how an operator is written for a reader
+    ("verdict.py", "aten."),
+    ("cli/plan_table.py", "norm"),
+    # the word of an augmentation
+    ("data/augment.py", "flip"),
+}
+"""(file, text) that may stand outside of shoal/operators."""
+
+
+def is_operator(text: str) -> bool:
+    """Whether a text names an operator of torch, with or without its namespace and overload, or begins as names do."""
+    word = text.removeprefix("aten.").strip(".").partition(".")[0]
+    return text.startswith("aten.") or (word.isidentifier() and hasattr(torch.ops.aten, word))
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    """Texts that stand in an expression itself, in a collection or not."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+        for item in node.elts:
+            yield from texts(item)
+    elif isinstance(node, ast.Starred):
+        yield from texts(node.value)
+    elif isinstance(node, ast.Dict):
+        for key in node.keys:
+            yield from texts(key) if key is not None else ()
+
+
+def _about_operators(node: ast.AST) -> bool:
+    """Whether an expression speaks of the operator of a layer or of a node: `layer.op`, `node.target`, a `word`."""
+    names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return bool(names & {"op", "target", "word", "_word", "operator"})
+
+
+def named(source: str) -> set[str]:
+    """Texts that name an operator and are asked about."""
+    found: set[str] = set()
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            found |= {node.value} if node.value.startswith("aten.") else set()
+        if isinstance(node, ast.Compare) and _about_operators(node):
+            found |= {text for side in (node.left, *node.comparators) for text in texts(side) if is_operator(text)}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _about_operators(node.func.value):
+            given = [text for argument in node.args for text in texts(argument)]
+            found |= {text for text in given if node.func.attr in ASKING and is_operator(text)}
+        if isinstance(node, ast.Match) and _about_operators(node.subject):
+            values = [one.value for one in ast.walk(node) if isinstance(one, ast.MatchValue)]
+            found |= {text for value in values for text in texts(value) if is_operator(text)}
+        if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+            several = [text for text in texts(node) if is_operator(text)]
+            found |= set(several) if len(several) > 2 else set()
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_operators_are_asked_about_in_one_place(path: Path) -> None:
+    file = str(path.relative_to(ROOT))
+    if file.startswith("operators/"):
+        return
+    assert {text for text in named(path.read_text()) if (file, text) not in EXCEPTIONS} == set()
+
+
+def test_exceptions_are_all_needed() -> None:
+    assert [(file, text) for file, text in EXCEPTIONS if text not in named((ROOT / file).read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'views = layer.op.startswith("aten.detach.")',
+        'if "batch_norm" in layer.op: pass',
+        'if ".linear." in layer.op: pass',
+        'word = layer.op.split(".")[1]\nif word == "cat": pass',
+        'VIEWS = ("view", "reshape", "flatten")',
+        'COUNTS = {"conv2d": 1, "linear": 2, "mean": 3}',
+        'if word.startswith(("conv2d", "linear")): pass',
+        'match word:\n    case "relu": pass',
+        'NORM = f"aten.{norm}.default"',
+    ],
+)
+def test_the_check_can_fail(source: str) -> None:
+    assert named(source)
+
+
+def test_words_that_are_no_operators_pass() -> None:
+    assert not named('"""Such as `aten.conv2d.default`."""\nif plan == "data" or kind in ("sum", "mean"): pass')
