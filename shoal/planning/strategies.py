@@ -3,7 +3,7 @@
     data     every layer by sample                                       what DDP does
     model    every layer by channel                                      Yadan 2013, OptCNN's "model"
     RxG      R parts by sample, each of G parts by channel               Yadan's hybrid, 2x2
-    owt      by sample up to the first linear layer, by channel from it  one weird trick, Krizhevsky 2014
+    owt      by sample, linear layers and all behind them by channel     one weird trick, Krizhevsky 2014
     spatial  by height and width; by sample where there is none          images too large for one device
 
 A layer too small for its cut takes the largest that fits.
@@ -54,8 +54,11 @@ def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
     if name == "spatial":
         return {name: _spatial(len(graph.specs[name].shape), graph.batch, ranks) for name in names}
     if name == "owt":
-        first = next((i for i, layer in enumerate(graph.layers) if facts_of(layer.op).dense), len(names))
-        return {name: Cut.of(n=ranks) if i < first else Cut.of(c=ranks) for i, name in enumerate(names)}
+        behind: set[str] = set()  # not by their place in the list: a head in the middle has layers beside it
+        for layer in graph.layers:
+            if facts_of(layer.op).dense or behind & set(layer.reads):
+                behind.add(layer.name)
+        return {name: Cut.of(c=ranks) if name in behind else Cut.of(n=ranks) for name in names}
     replicas, group = map(int, name.split("x"))
     return dict.fromkeys(names, Cut.of(n=replicas, c=group))
 
