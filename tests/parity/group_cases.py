@@ -62,7 +62,7 @@ class Trained:
 
 def new_group(ranks: Sequence[int], seconds: float = 60) -> dist.ProcessGroup:
     """As a script makes it: called by all ranks."""
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timedelta(seconds=seconds)))
 
 
 def together(one: Trained, other: Trained) -> None:
