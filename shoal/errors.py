@@ -13,14 +13,25 @@
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
         ├── PeerError                    another rank's trouble, which that rank itself tells better
+        │   └── SilentError              another rank that does not answer: frozen, or busy with something else
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
 as one message and exits with the class's code; a traceback is shown only for our own bugs.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Literal
+
+# What Gloo, NCCL and torch's store say when a peer is gone or silent. It is never this rank's own fault.
+_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|pair closure|connectfullmesh|remote process exited"
+    r"|unhandled system error|communicator was aborted|socket closed|recvvalue|sendbytes|failed to recv",
+    re.IGNORECASE,
+)
+_SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 class ShoalError(Exception):
@@ -83,6 +94,10 @@ class PeerError(RunError):
     """Another rank failed or is gone. Shown only where that rank itself said nothing."""
 
 
+class SilentError(PeerError):
+    """Another rank did not answer in time. It may live: frozen, far behind, or in another call."""
+
+
 class OutOfMemoryError(RunError):
     """A step needs more memory than there is."""
 
@@ -102,3 +117,37 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
     near = get_close_matches(wrong, names, n=1)
     return (f"Did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0 and 2`.
+
+    >>> show_ranks([1]), show_ranks([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether torch's network raised it: a DistError, or Gloo's RuntimeError, which names its source file or a pair.
+
+    >>> of_network(RuntimeError("timed out in my own code"))
+    False
+    """
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "pair closure"))
+
+
+def network_trouble(error: BaseException) -> Literal["gone", "silent"] | None:
+    """What torch's network says of a peer; None where the error is not the network's, or is about something else.
+
+    >>> network_trouble(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    'gone'
+    """
+    if not of_network(error):
+        return None
+    if _SILENT.search(str(error)):
+        return "silent"
+    return "gone" if _GONE.search(str(error)) else None

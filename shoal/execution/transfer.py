@@ -47,7 +47,7 @@ def begin_transfer(
 
     Messages travel while the caller computes something else; `local` must not change meanwhile. `like` gives type and
     device. With `add`, boxes that meet are added up, in the order of their ranks, so that the result does not depend on
-    which message came first. A peer that is gone, or silent for the group's time-out, is a RuntimeError of the wait.
+    which message came first. A peer that is gone, or silent for the group's time-out, is a PeerError of the wait.
     """
     rank = transport.rank
     arriving = Arriving(wanted, [], like, add)

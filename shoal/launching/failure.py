@@ -1,6 +1,5 @@
 """What went wrong on which rank, and which of several failures was the cause. Pure but for reading the clock."""
 
-import re
 import signal
 import time
 import traceback
@@ -8,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.errors import PeerError, RunError, ShoalError, StoppedError
-
-# What Gloo, NCCL and torch's store say when a peer is gone or silent. It is never this rank's own fault.
-_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|pair closure|connectfullmesh|remote process exited"
-    r"|unhandled system error|communicator was aborted|socket closed|recvvalue|sendbytes|failed to recv",
-    re.IGNORECASE,
+from shoal.errors import (
+    PeerError,
+    RunError,
+    ShoalError,
+    SilentError,
+    StoppedError,
+    network_trouble,
+    show_ranks,
 )
-_SILENT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 Kind = Literal["raised", "gone", "silent", "died", "stopped"]
 
@@ -132,34 +131,15 @@ def _lost(
     return error
 
 
-def show_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0 and 2`.
-
-    >>> show_ranks([1]), show_ranks([0, 2, 3])
-    ('rank 1', 'ranks 0, 2 and 3')
-    """
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
 def _kind(error: BaseException) -> Kind:
     if isinstance(error, StoppedError):
         return "stopped"
     for one in _chain(error):
         if isinstance(one, PeerError):
-            return "gone"
-        if _of_network(one):
-            if _SILENT.search(str(one)):
-                return "silent"
-            if _GONE.search(str(one)):
-                return "gone"
+            return "silent" if isinstance(one, SilentError) else "gone"
+        if trouble := network_trouble(one):
+            return trouble
     return "raised"
-
-
-def _of_network(error: BaseException) -> bool:
-    """Whether torch's network raised it: a DistError, or Gloo's RuntimeError, which names its source file."""
-    by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return by_torch or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

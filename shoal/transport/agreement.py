@@ -1,27 +1,62 @@
-"""What one rank finds wrong with the user's input, all ranks say."""
+"""What goes wrong on one rank, all ranks say, before anybody waits for it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from shoal.errors import InputError
+from shoal.errors import InputError, PeerError
 from shoal.transport.base import Transport
 
 Result = TypeVar("Result")
 
 
-def agree(transport: Transport, attempt: Callable[[], Result]) -> Result:
-    """`attempt` on all ranks. Where one finds the user's input wrong all raise its error, so that nobody waits."""
-    error, result = None, None
+@dataclass(frozen=True)
+class _Failed:
+    """What a rank tells the others of its error."""
+
+    what: str
+    """Type and message, one line."""
+    input_error: InputError | None
+    """The error itself where it is about what the user gave."""
+
+
+def agree(transport: Transport, attempt: Callable[[], Result], operation: str = "agree") -> Result:
+    """`attempt` on all ranks. Where it fails on one it fails on all, so that nobody waits.
+
+    What is wrong with the user's input all ranks raise alike. Of any other error the rank itself raises its own, and
+    the others a PeerError with its words. `attempt` must not wait for other ranks: they may have failed in it.
+    """
+    error: Exception | None = None
+    result = None
     try:
         result = attempt()
-    except InputError as found:
+    except PeerError:
+        raise  # a rank that is gone cannot be told
+    except Exception as found:
         if transport.world == 1:
             raise
         error = found
-    errors = transport.gather_objects(error)
-    wrong = [rank for rank, one in enumerate(errors) if one is not None]
+    told = transport.gather_objects(None if error is None else _told(error), operation)
+    failed = {rank: one for rank, one in enumerate(told) if one is not None}
+    if error is not None and not isinstance(error, InputError):
+        raise error
+    wrong = {rank: one.input_error for rank, one in failed.items() if one.input_error is not None}
     if wrong:
-        first = errors[wrong[0]]
-        alone = len({str(one) for one in errors}) > 1
-        raise type(first)(f"rank {wrong[0]}: {first.problem}" if alone else first.problem, first.remedy) from None
+        rank, first = next(iter(wrong.items()))
+        alone = len(wrong) < transport.world or len({str(one) for one in wrong.values()}) > 1
+        problem = f"{transport.show([rank])}: {first.problem}" if alone else first.problem
+        raise type(first)(problem, first.remedy) from None
+    if failed:
+        rank = next(iter(failed))
+        raise PeerError(
+            f"{transport.show([rank])} failed: {failed[rank].what}.",
+            "Look at that rank's message; this one ends with it.",
+        )
     return cast(Result, result)
+
+
+def _told(error: Exception) -> _Failed:
+    lines = str(error).strip().splitlines() or [""]
+    # made anew: it is pickled, and must not take along what hangs on the error
+    own = type(error)(error.problem, error.remedy) if isinstance(error, InputError) else None
+    return _Failed(f"{type(error).__name__}: {lines[0]}".rstrip(": ."), own)

@@ -3,18 +3,30 @@
 Everything that a step sends goes through here and is counted as payload: a message by its bytes, a sum over P
 ranks of B bytes as the 2 (P-1) B that a ring sends, shared evenly by its ranks. What is counted is therefore
 comparable with what the pure moves predict, whichever algorithm the backend uses.
+
+Why the messages of two networks are never mixed up. Networks on the same ranks share connections, as one after the
+other they share the wire. A message is matched by its pair of ranks and its tag, and those of one pair and tag arrive
+in the order in which they were sent; sums and gathers of one group are matched in the order in which they were begun.
+A program gives all ranks one order, and so do the calls of a script that makes them in the same order on all ranks:
+no call returns before everything that it began is waited for. A script that does not is found out by the first gather
+of the call (`header`), which tells the networks of a group apart by number; and messages of different networks have
+different tags as well, so that even then none takes another's. Networks on different groups share nothing.
 """
 
+import pickle
 import time
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.errors import PeerError, RunError, SilentError, network_trouble, of_network, show_ranks
 from shoal.traffic import Sent, ring_bytes, total
+from shoal.transport.groups import Backend, Circle, in_order, meet, members_of
 
 BUCKET_LIMITS = (256 << 10, 25 << 20)
 """Smallest and largest bucket of gradients, in bytes."""
@@ -22,17 +34,14 @@ PAIR_BYTES = 64 << 10
 """Largest tensor that two ranks sum by sending it to each other."""
 PAIR_TAG = 1 << 30
 """The tag of such messages; moves have the tags of their instructions."""
-
-
-@dataclass
-class _Made:
-    """Groups that exist in this process, and the world they belong to."""
-
-    world: object = None
-    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
-
-
-_made_in = _Made()
+NETWORK_TAGS = (21, 1 << 9)
+"""Tags of one network take so many bits; so many networks on the same ranks have tags of their own."""
+EVERYONE = "everyone"
+"""The purpose of the group of all ranks: moves, and what ranks tell each other."""
+ROW = 8
+"""Numbers in a header: what is called, and what goes with it."""
+NAME_BYTES = 160
+"""Of what ranks called, where they called different things."""
 
 
 class Waitable(Protocol):
@@ -43,14 +52,36 @@ class Waitable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A work, whose failure is told in our words."""
+
+    work: Waitable
+    transport: "Transport"
+    ranks: tuple[int, ...]
+    label: str
+
+    def wait(self) -> None:
+        """Return when it is done; a PeerError if it cannot be."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.transport.told(error, self.ranks, self.label) from None
+
+
 class Transport:
-    """The ranks of one replica; without a process group, this process alone."""
+    """The ranks of one replica; without a process group, this process alone.
+
+    A rank that is gone or silent is a `PeerError` on those that wait for it, and names what they waited for.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         there = dist.is_available() and dist.is_initialized() and not alone
         self.group = group
-        self.rank = dist.get_rank(group) if there else 0
-        self.world = dist.get_world_size(group) if there else 1
+        self._members = members_of(group) if there or group is not None else (0,)
+        """The ranks' numbers in the world."""
+        self.rank = self._members.index(dist.get_rank()) if there else 0
+        self.world = len(self._members)
         self.label = ""
         """What the next messages are for: a layer's name."""
         self.counted: dict[str, Sent] = {}
@@ -58,34 +89,85 @@ class Transport:
         on_gpu = there and "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda") if on_gpu else torch.device("cpu")
         """Where small tensors of our own must lie to be sent."""
+        self._met: tuple[Circle, int] | None = None
+        """Where this transport talks, and as which network there."""
 
     @property
     def sent(self) -> Sent:
         """All payload that this rank sent."""
         return total(self.counted)
 
+    # Groups
+
     def make_groups(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """Create the groups of ranks that sums will use; a collective, with the same list on every rank.
 
         A purpose has groups of its own, so that sums of gradients in the background do not delay others.
         """
-        for purpose, ranks in sorted(set(wanted)):
-            if len(ranks) > 1:  # ranks that are not in it take part too: torch names groups by counting them
+        if self.world > 1:
+            self._group(EVERYONE, tuple(range(self.world)))
+            for purpose, ranks in in_order(wanted, self.rank):
                 self._group(purpose, ranks)
 
-    def _group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these ranks, made once per process: a group has threads and sockets, networks come and go."""
-        members = tuple(self._global(rank) for rank in ranks)
-        if _made_in.world is not dist.group.WORLD:  # the processes were initialised anew
-            _made_in.world, _made_in.groups = dist.group.WORLD, {}
-        if (purpose, members) not in _made_in.groups:
-            # torch's own default is half an hour, whatever was chosen for the world
-            patience = dist.group.WORLD._get_backend(self._device).options._timeout  # type: ignore[union-attr]
-            _made_in.groups[purpose, members] = dist.new_group(list(members), timeout=patience)
-        return _made_in.groups[purpose, members]
+    def _group(self, purpose: str, ranks: tuple[int, ...]) -> Backend:
+        circle = self._circle()[0]
+        try:
+            return circle.group(purpose, ranks)
+        except RuntimeError as error:
+            raise self.told(error, ranks, f"connections for {purpose}") from None
 
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+    def _everyone(self) -> Backend:
+        return self._group(EVERYONE, tuple(range(self.world)))
+
+    def _circle(self) -> tuple[Circle, int]:
+        """Met at the first call that sends something, which is a collective: so all ranks number networks alike."""
+        if self._met is None:
+            try:
+                circle = meet(self.group, self._members, self._device)
+            except RuntimeError as error:
+                raise self.told(error, range(self.world), "first meeting") from None
+            self._met = circle, circle.networks
+            circle.networks += 1
+        return self._met
+
+    def _network(self) -> int:
+        """Which of the networks on these ranks this is."""
+        return self._circle()[1]
+
+    # Failures
+
+    def told(self, error: RuntimeError, ranks: Sequence[int], label: str) -> Exception:
+        """What the network said while this rank waited for `ranks`, in our words; another error as it is."""
+        if not of_network(error):
+            return error
+        others = [rank for rank in ranks if rank != self.rank]
+        if network_trouble(error) == "silent":
+            return self._silent(others, label, None if self._met is None else self._met[0].patience.total_seconds())
+        return self._gone(others, label)
+
+    def _silent(self, others: Sequence[int], label: str, seconds: float | None) -> SilentError:
+        within = "in time" if seconds is None else f"within {seconds:g} seconds"
+        return SilentError(
+            f"{self._one_of(others)} did not answer {within}; {self.show([self.rank])} waited for {label!r}.",
+            "It is frozen, far behind or in another call: look at what it does. If a step may take longer, give the "
+            "process group a longer time-out.",
+        )
+
+    def _gone(self, others: Sequence[int], label: str) -> PeerError:
+        return PeerError(
+            f"{self.show([self.rank])} lost its connection to {self._one_of(others)} while it waited for {label!r}.",
+            "Look at the message of the rank that failed first; this one only noticed that it is gone.",
+        )
+
+    def _one_of(self, ranks: Sequence[int]) -> str:
+        return f"{'one of ' if len(ranks) > 1 else ''}{self.show(ranks)}"
+
+    def show(self, ranks: Sequence[int]) -> str:
+        """Ranks for people: as they count here, and in the world where that differs."""
+        there = [self._members[rank] for rank in ranks]
+        return show_ranks(ranks) + (f" of the group ({show_ranks(there)} of the world)" if there != [*ranks] else "")
+
+    # Payload
 
     def _count(self, size: int, messages: int, label: str) -> None:
         self.counted[label] = self.counted.get(label, Sent()) + Sent(size, messages)
@@ -97,11 +179,25 @@ class Transport:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Sequence[Waitable]:
         """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for."""
-        works = [dist.irecv(buffer, self._global(src), self.group, tag) for src, buffer in receives]
-        works += [dist.isend(tensor, self._global(dst), self.group, tag) for dst, tensor in sends]
+        works = self._begin(sends, receives, tag)
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
-        return [work for work in works if work is not None]
+        return works
+
+    def _begin(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> list[_Awaited]:
+        everyone, label, works, peer = self._everyone(), self.label, [], self.rank
+        bits, networks = NETWORK_TAGS
+        tag += self._network() % networks << bits
+        try:
+            for peer, buffer in receives:
+                works.append(_Awaited(everyone.recv([_real(buffer)], peer, tag), self, (peer,), label))
+            for peer, tensor in sends:
+                works.append(_Awaited(everyone.send([_real(tensor)], peer, tag), self, (peer,), label))
+        except RuntimeError as error:
+            raise self.told(error, (peer,), label) from None
+        return works
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """Add up a tensor over ranks, in place on each."""
@@ -116,14 +212,10 @@ class Transport:
         """Two ranks send each other a small tensor, in half of an all-reduce's time. a + b = b + a, also in floats."""
         other = ranks[1 - ranks.index(self.rank)]
         theirs = torch.empty_like(tensor)
-        works = [
-            dist.irecv(theirs, self._global(other), self.group, PAIR_TAG),
-            dist.isend(tensor, self._global(other), self.group, PAIR_TAG),
-        ]
+        works = self._begin([(other, tensor)], [(other, theirs)], PAIR_TAG)
         self._count_sum(tensor, ranks, self.label)
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
         tensor.add_(theirs)
 
     def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> Waitable | None:
@@ -131,38 +223,108 @@ class Transport:
         if len(ranks) == 1:
             return None
         self._count_sum(tensor, ranks, label)
-        work: Waitable = dist.all_reduce(tensor, group=self._group(purpose, ranks), async_op=True)
-        return work
+        return self._reduce_later(tensor, ranks, purpose, label, dist.ReduceOp.SUM)
+
+    def _reduce_later(
+        self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, label: str, how: dist.ReduceOp.RedOpType
+    ) -> _Awaited:
+        group, options = self._group(purpose, ranks), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(how)
+        try:
+            return _Awaited(group.allreduce([_real(tensor)], options), self, ranks, label)
+        except RuntimeError as error:
+            raise self.told(error, ranks, label) from None
 
     def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The first rank's tensor, in place on all of `ranks`."""
-        if len(ranks) > 1:
-            if self.rank == ranks[0]:
-                self._count((len(ranks) - 1) * tensor.nbytes, len(ranks) - 1, self.label)
-            dist.broadcast(tensor, self._global(ranks[0]), group=self._group(purpose, ranks))
+        if len(ranks) == 1:
+            return
+        if self.rank == ranks[0]:
+            self._count((len(ranks) - 1) * tensor.nbytes, len(ranks) - 1, self.label)
+        group, options = self._group(purpose, ranks), dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            group.broadcast([_real(tensor)], options).wait()
+        except RuntimeError as error:
+            raise self.told(error, ranks if self.rank == ranks[0] else ranks[:1], self.label) from None
 
     def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The largest over ranks, in place on each."""
         if len(ranks) > 1:
             self._count_sum(tensor, ranks, self.label)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group(purpose, ranks))
+            self._reduce_later(tensor, ranks, purpose, self.label, dist.ReduceOp.MAX).wait()
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """A few numbers from every rank to every rank: control, not counted as payload."""
+    # What ranks tell each other: control, not counted as payload
+
+    def header(self, operation: str, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """What every rank tells at the start of a collective call of one network: up to seven numbers, by rank.
+
+        Cost: one gather of 64 bytes. Ranks that called different things, or the same on different networks, are told
+        so at once, all of them, by a RunError with the same words.
+        """
+        return [row[1 : len(numbers) + 1] for row in self._rows(operation, numbers)]
+
+    def gather_numbers(self, numbers: Sequence[float], operation: str = "gather_numbers") -> list[list[float]]:
+        """Some numbers from every rank to every rank."""
         if self.world == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        table = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(table, mine, group=self.group)
-        return [row.tolist() for row in table]
+        first = ROW - 2
+        rows = [row[1:] for row in self._rows(operation, [len(numbers), *numbers[:first]])]
+        counts = [int(row[0]) for row in rows]
+        found = [row[1 : count + 1] for row, count in zip(rows, counts, strict=True)]
+        if max(counts) > first:
+            rest = torch.zeros(max(counts) - first, dtype=torch.float64)
+            rest[: max(0, len(numbers) - first)] = torch.tensor(numbers[first:], dtype=torch.float64)
+            for row, count, more in zip(found, counts, self._gather(rest, operation), strict=True):
+                row += more.tolist()[: max(0, count - first)]
+        return found
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Something that pickles, from every rank to every rank: control, not counted as payload."""
+    def gather_objects(self, value: Any, operation: str = "gather_objects") -> list[Any]:
+        """Something that pickles, from every rank to every rank."""
         if self.world == 1:
             return [value]
-        table: list[Any] = [None] * self.world
-        dist.all_gather_object(table, value, group=self.group)
-        return table
+        packed = pickle.dumps(value)
+        sizes = [int(row[1]) for row in self._rows(operation, [len(packed)])]
+        table = self._gather(_bytes(packed, max(sizes)), operation)
+        return [pickle.loads(row.numpy().tobytes()[:size]) for row, size in zip(table, sizes, strict=True)]
+
+    def _rows(self, operation: str, numbers: Sequence[float]) -> list[list[float]]:
+        """The first gather of whatever ranks tell each other. All have one width, so that any two can meet here."""
+        if len(numbers) > ROW - 1:
+            raise ValueError(f"{len(numbers)} numbers do not fit into a header of {ROW - 1}")
+        if self.world == 1:
+            return [[0.0, *numbers]]
+        called = float((self._network() << 32) + zlib.crc32(operation.encode()))  # exact below 2^53
+        mine = torch.tensor([called, *numbers, *[0.0] * (ROW - 1 - len(numbers))], dtype=torch.float64)
+        rows = [row.tolist() for row in self._gather(mine, operation)]
+        if any(row[0] != called for row in rows):
+            raise self._different([int(row[0]) >> 32 for row in rows], operation)
+        return rows
+
+    def _different(self, networks: Sequence[int], operation: str) -> RunError:
+        """All ranks come here, since all saw all rows."""
+        table = self._gather(_bytes(operation.encode()[:NAME_BYTES], NAME_BYTES), operation)
+        names = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+        callers: dict[str, list[int]] = {}
+        for rank, (network, name) in enumerate(zip(networks, names, strict=True)):
+            which = f" of network {network + 1} on these ranks" if len(set(networks)) > 1 else ""
+            callers.setdefault(f"{name}(){which}", []).append(rank)
+        told = " while ".join(f"{self.show(ranks)} called {call}" for call, ranks in callers.items())
+        return RunError(
+            f"{told}: nobody would get an answer.",
+            "Call it on all ranks, in the same order, and write the file on rank 0.",
+        )
+
+    def _gather(self, mine: Tensor, operation: str) -> list[Tensor]:
+        """Tensors of one shape and type from every rank to every rank."""
+        everyone, ranks = self._everyone(), range(self.world)
+        mine = mine.to(self._device)
+        table = mine.new_empty((self.world, *mine.shape))
+        try:
+            everyone.allgather([list(table.unbind())], [mine]).wait()
+        except RuntimeError as error:
+            raise self.told(error, ranks, operation) from None
+        return list(table.cpu().unbind())
 
     def good_bucket_bytes(self) -> int:
         """A size of gradient buckets for this link: large enough that latency is a tenth of a bucket's time.
@@ -178,9 +340,18 @@ class Transport:
             tensor, times = torch.zeros(size, device=self._device), []
             for _ in range(3):
                 start = time.perf_counter()
-                dist.all_reduce(tensor, group=self._group("measure", everyone))
+                self._reduce_later(tensor, everyone, "measure", "measure", dist.ReduceOp.SUM).wait()
                 times.append(time.perf_counter() - start)
             seconds.append(min(times))
         latency, per_byte = seconds[0], max(seconds[1] - seconds[0], 1e-9) / (4 << 20)
         wanted = max(row[0] for row in self.gather_numbers([10 * latency / per_byte]))
         return int(min(max(wanted, BUCKET_LIMITS[0]), BUCKET_LIMITS[1]))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of numbers, which every backend can send and add."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes(packed: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(packed.ljust(size, b"\0")), dtype=torch.uint8)

@@ -5,13 +5,12 @@
 The first rank that fails ends the others: whoever waits for it stops waiting.
 """
 
-import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, Queue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -59,9 +58,9 @@ class MemoryTransport(Transport):
     """One rank of `world` threads."""
 
     def __init__(self, hub: Hub, rank: int, world: int) -> None:
-        super().__init__()
+        super().__init__(alone=True)
         self._hub = hub
-        self.rank, self.world = rank, world
+        self.rank, self.world, self._members = rank, world, tuple(range(world))
 
     def make_groups(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """Threads need no groups."""
@@ -73,12 +72,12 @@ class MemoryTransport(Transport):
         box = self._hub.box(src, self.rank, tag)
         for _ in range(int(PATIENCE * 20)):
             if self._hub.failed.is_set():
-                break
+                raise self._gone([src], self.label)
             try:
                 return box.get(timeout=0.05)
             except Empty:
                 continue
-        raise TimeoutError(f"rank {self.rank} heard nothing from rank {src} ({tag})")
+        raise self._silent([src], self.label, PATIENCE)
 
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
@@ -134,23 +133,17 @@ class MemoryTransport(Transport):
         if len(ranks) > 1:
             self._reduce(tensor, ranks, self.label, torch.maximum)
 
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """A few numbers from every rank to every rank."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        for dst in range(self.world):
-            if dst != self.rank:
-                self._send(mine, dst, "numbers")
-        rows = [mine if src == self.rank else self._receive(src, "numbers") for src in range(self.world)]
-        return [row.tolist() for row in rows]
+    def _network(self) -> int:
+        """Threads that share a hub have one network."""
+        return 0
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Something that pickles, from every rank to every rank."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _gather(self, mine: Tensor, operation: str) -> list[Tensor]:
+        """Tensors of one shape and type from every rank to every rank."""
+        self.label = operation
         for dst in range(self.world):
             if dst != self.rank:
-                self._send(packed, dst, "objects")
-        rows = [packed if src == self.rank else self._receive(src, "objects") for src in range(self.world)]
-        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+                self._send(mine, dst, "gather")
+        return [mine if src == self.rank else self._receive(src, "gather") for src in range(self.world)]
 
     def good_bucket_bytes(self) -> int:
         """There is no link to measure."""
