@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.capturing.signature import Call, Returned, single
+from shoal.execution.calling import Laying, compare_graphs
 from shoal.execution.engine import Engine
 from shoal.execution.loss import Loss, LossTail
-from shoal.execution.module import Laying, ParallelModule, compare_graphs
+from shoal.execution.module import ParallelModule
 from shoal.execution.torch_tools import tell_torch
 from shoal.execution.tree import copied
 from shoal.execution.variants import Form, capture_form, example_call

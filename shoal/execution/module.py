@@ -1,11 +1,9 @@
 """One rank's part of a network, as an nn.Module for an ordinary training loop."""
 
-import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,20 +11,20 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.capturing.signature import Call, bind
-from shoal.errors import PeerError, RunError
+from shoal.errors import RunError
+from shoal.execution.calling import Caller, Laying, own_inputs
 from shoal.execution.engine import Engine, Tape
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.gradients import Collector, GradientSums, Kept
-from shoal.execution.loss import Loss
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.precision import value_types
 from shoal.execution.states import Shard, ShardedStates, take_rank0s
 from shoal.execution.step import Asked, Request, Step, results_of, seeds_of
 from shoal.execution.transfer import begin_transfer
 from shoal.execution.tree import Tree
-from shoal.execution.variants import Form, Ready, Variant, capture_form, first_difference, groups_of
+from shoal.execution.variants import Form, Ready, Variant
 from shoal.graph import LayerGraph
-from shoal.lowering.boundary import Boundary, even_shares, follows_batch, input_tiles, output_tiles, step_program
+from shoal.lowering.boundary import Boundary, even_shares, input_tiles, output_tiles
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import Program, state_homes
 from shoal.lowering.traffic import INPUT, step_traffic
@@ -34,15 +32,8 @@ from shoal.moves import Layout, Move
 from shoal.operators.base import Need
 from shoal.partition import Box
 from shoal.plan import Plan
-from shoal.planning import Resolved, resolve
+from shoal.planning import Resolved
 from shoal.traffic import Sent
-from shoal.transport import Transport
-from shoal.transport.agreement import agree
-
-log = logging.getLogger("shoal")
-
-_MANY_VARIANTS = 32
-"""Captures after which a network is told to change too often."""
 
 
 @dataclass
@@ -52,24 +43,11 @@ class _Now:
     training_passes: int = 0
     evaluation_passes: int = 0
     flag: bool = False
-    flagged: bool = False
     ended: bool = False
     """Whether the module is another parallel network's by now."""
     syncing: bool = True
     bucket_bytes: int = 0
     sums: dict[object, GradientSums] = field(default_factory=dict)
-    variants: dict[tuple[object, ...], Variant] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Laying:
-    """What a new variant is made of."""
-
-    plan: str | Plan
-    names: tuple[str, ...]
-    """Every layer that a plan's line may name."""
-    loss: Loss | None
-    target: Any
 
 
 class ParallelModule(nn.Module):
@@ -95,50 +73,33 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         transport = engine.transport
-        self._engine, self._boundary, self._transport, self._laying = engine, boundary, transport, laying
+        self._engine, self._boundary, self._transport = engine, boundary, transport
         self._plan = resolved[True].plan(transport.world, also=resolved[False].cuts)
         self._now = _Now()
-        variants = {mode: Variant(form, resolved[mode]) for mode, form in forms.items()}
-        self._first = variants
+        first = {mode: Variant(form, resolved[mode]) for mode, form in forms.items()}
         shares = even_shares(forms[True].graph.batch, transport.world)
-        programs = {
-            mode: step_program(one.form.graph, one.cuts(one.form.graph), boundary, shares, losses=one.form.gives_losses)
-            for mode, one in variants.items()
-        }
-        homes = state_homes(programs[True], programs[False])
+        homes = state_homes(*(first[mode].program(shares, boundary) for mode in (True, False)))
         if in_place:
             take_rank0s(root, homes, transport)
         self._states = ShardedStates(root, homes, transport.rank, in_place=in_place)
-        self._call = call or bind(root, [torch.empty(0) for name in _own_inputs(forms[False].graph)], {})
-        groups = [(GRADIENT, ranks) for layout in self._states.layouts.values() for ranks in sharers(layout).values()]
-        transport.make_groups(groups)
-        for one in variants.values():
-            self._prepare(one, shares)
+        example = call or bind(root, [torch.empty(0) for _ in own_inputs(forms[False].graph)], {})
+        tree = Tree(root)
+        self._caller = Caller(tree, self._states, transport, boundary, laying, engine.device, first, example)
+        transport.make_groups(
+            [(GRADIENT, ranks) for layout in self._states.layouts.values() for ranks in sharers(layout).values()]
+        )
+        for variant in first.values():
+            self._caller.prepare(variant, shares)
         self._now.bucket_bytes = bucket_bytes or transport.good_bucket_bytes()
-        self._tree = tree = Tree(root)
-        self._remember_both(root, variants)
         self._cut = self._states.cut_leaves()
-        handles = [handle for path, own in self._cut.items() for handle in _whole_states(self, path, own)]
         undo = _when_alive(self, ParallelModule._make_whole)
-        handles += tree.guard({path: next(iter(own.values())) for path, own in self._cut.items()}, undo)
-        self._handles = handles
+        self._handles = [
+            *(handle for path, own in self._cut.items() for handle in _whole_states(self, root, path, own)),
+            *tree.guard({path: next(iter(own.values())) for path, own in self._cut.items()}, undo),
+        ]
+        self._tree = tree
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = root.__dict__[kind]  # from here on our tree is the user's own
-
-    def _remember_both(self, root: nn.Module, variants: Mapping[bool, Variant]) -> None:
-        flags = {name: module.training for name, module in root.named_modules()}
-        for mode, variant in variants.items():
-            if root.training != mode:
-                root.train(mode)
-            graph = variant.form.graph
-            shapes = [graph.inputs[name].shape for name in _own_inputs(graph)]
-            follows = [follows_batch(graph, name) for name in _own_inputs(graph)]
-            floats = [graph.inputs[name].differentiable for name in _own_inputs(graph)]
-            key = (self._tree.key(), self._call.form, _sizes(shapes, floats, follows), mode)
-            self._now.variants[key] = variant
-            for name, module in root.named_modules():
-                module.training = flags[name]
-        self._follows = {self._call.form: tuple(follows)}
 
     # What people use
 
@@ -186,7 +147,7 @@ class ParallelModule(nn.Module):
     @property
     def flagged(self) -> bool:
         """Whether some rank had set its flag before the last forward pass."""
-        return self._now.flagged
+        return self._caller.flagged
 
     @property
     def steps(self) -> int:
@@ -212,9 +173,13 @@ class ParallelModule(nn.Module):
                 "this network was laid over the ranks anew by a later shoal.parallelize of the same module.",
                 "Use what that call returned.",
             )
-        request, names, tensors = self._agree(args, kwargs)
-        if torch.is_grad_enabled() and (request.input_grads or names):
-            results = Step.apply(self, request, names, *tensors)  # type: ignore[no-untyped-call]
+        request = self._caller.agree(args, kwargs, flag=self._now.flag, sync=self._now.syncing)
+        learning = {name: self._states[name] for name in request.ready.first_uses if name in self._states}
+        learning = {name: state for name, state in learning.items() if state.requires_grad}
+        if torch.is_grad_enabled() and (request.input_grads or learning):
+            results = Step.apply(  # type: ignore[no-untyped-call]
+                self, request, tuple(learning), *request.inputs.values(), *learning.values()
+            )
         else:
             results = self._run(request, record=False)[0]
         return request.variant.form.returned.build(results)
@@ -242,14 +207,14 @@ class ParallelModule(nn.Module):
 
     def input_tile(self, batch: int) -> Box | None:
         """With io="tile": the box that this rank passes of a batch of so many samples, in the present mode."""
-        graph = self._mode.at(batch)
-        return input_tiles(graph, next(iter(graph.inputs)), self._mode.cuts(graph), self._transport.world)[
+        graph = self._caller.mode.at(batch)
+        return input_tiles(graph, next(iter(graph.inputs)), self._caller.mode.cuts(graph), self._transport.world)[
             self._transport.rank
         ]
 
     def output_tile(self, batch: int) -> Box | None:
         """With io="tile": this rank's box of the result of such a batch, and of the target where there is a loss."""
-        variant = self._mode
+        variant = self._caller.mode
         graph = variant.at(batch)
         return output_tiles(
             graph, graph.output, variant.cuts(graph), self._transport.world, losses=variant.form.gives_losses
@@ -258,16 +223,16 @@ class ParallelModule(nn.Module):
     @property
     def input_box(self) -> Box | None:
         """`input_tile` of the batch that the network was captured with."""
-        return self.input_tile(self._mode.form.graph.batch)
+        return self.input_tile(self._caller.mode.form.graph.batch)
 
     @property
     def output_box(self) -> Box | None:
         """`output_tile` of the batch that the network was captured with."""
-        return self.output_tile(self._mode.form.graph.batch)
+        return self.output_tile(self._caller.mode.form.graph.batch)
 
     def value_layout(self, layer: str) -> Layout:
         """Which box of a layer's output each rank holds, in the present mode, for the captured batch."""
-        return self._captured_program(training=self.training).layouts[layer]
+        return self._captured(training=self.training).program.layouts[layer]
 
     @property
     def counted(self) -> Mapping[str, Sent]:
@@ -276,10 +241,10 @@ class ParallelModule(nn.Module):
 
     def predicted(self, *, input_grad: bool = False) -> Mapping[str, Sent]:
         """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone."""
-        ready = self._prepare(self._first[True], even_shares(self._first[True].form.graph.batch, self._transport.world))
+        ready = self._captured(training=True)
         program, states = ready.program, {**self._states.tensors(), **ready.constants}
         types = value_types(program.graph, None)
-        inputs = _own_inputs(program.graph)
+        inputs = own_inputs(program.graph)
         return step_traffic(
             program,
             self._transport.rank,
@@ -349,240 +314,12 @@ class ParallelModule(nn.Module):
         assert full is not None
         return full
 
-    # What the ranks agree on before a pass
-
-    @property
-    def _mode(self) -> Variant:
-        """The variant that the network was first captured as in the present mode."""
-        return self._first[self.training]
-
-    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Request, tuple[str, ...], list[Tensor]]:
-        """(what to run, the parameters that learn, the tensors that autograd sees); the same for all ranks.
-
-        A rank whose arguments do not fit fails on all ranks, so that none waits for it.
-        """
-        problem: Exception | None = None
-        call, own, known = self._call, 0.0, None
-        targets: tuple[Tensor, ...] = ()
-        follows: tuple[bool, ...] = ()
-        key: tuple[object, ...] = ()
-        try:
-            call, targets = self._bind(args, kwargs)
-            follows = self._follows.get(call.form) or _guessed(call.tensors)
-            key = self._key(call, follows)
-            known = self._now.variants.get(key)
-            self._refuse_misfits(call, targets, known)
-            if targets and known is not None and known.form.tail is not None:
-                own = known.form.tail.weight(targets[0])
-        except RunError as error:
-            problem = error
-        mask = sum(1 << place for place, one in enumerate(call.tensors) if one.requires_grad)
-        wishes = torch.is_grad_enabled()
-        samples = float(call.tensors[0].shape[0]) if call.tensors and call.tensors[0].ndim else 1.0
-        row = [samples, own, problem is not None, self._now.flag, wishes, mask if wishes else 0, _digest(key)]
-        table = self._transport.gather_numbers([0.0, *map(float, row)])
-        self._now.flagged = any(other[4] for other in table)
-        self._refuse_different(table, problem, key, call)
-        sizes = [int(other[1]) for other in table]
-        variant = self._variant(key, call, follows, targets, sizes)
-        if targets and variant.form.tail is not None and known is None:
-            own = variant.form.tail.weight(targets[0])
-            table = [[*other[:2], weight[0], *other[3:]] for other, weight in
-                     zip(table, self._transport.gather_numbers([own]), strict=True)]  # fmt: skip
-        shares = self._boundary.batch(sizes, lambda batch: self._tiles_at(variant, batch), variant.form.graph.batch)
-        variant = self._proven(variant, sum(shares), call, targets)
-        ready = self._prepare(variant, shares)
-        graph = ready.program.graph
-        wanted = 0
-        for other in table:
-            wanted |= int(other[6])
-        inputs = dict(zip(graph.inputs, (*call.tensors, *targets), strict=True))
-        places = list(_own_inputs(graph))
-        grads = frozenset(
-            name for place, name in enumerate(places) if wanted >> place & 1 and graph.inputs[name].differentiable
-        )
-        losses = variant.form.gives_losses
-        everyone = sum(other[2] for other in table)
-        weights = self._boundary.weights(ready.program, self._transport.rank)
-        request = Request(
-            variant, ready, inputs, grads,
-            targets=own if losses else None,
-            weights=((1 / everyone if everyone else 0.0),) if losses else weights,
-            sync=self._now.syncing,
-        )  # fmt: skip
-        names = tuple(name for name in ready.first_uses if name in self._states and self._states[name].requires_grad)
-        return request, names, [*inputs.values(), *(self._states[name] for name in names)]
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Tensor, ...]]:
-        """The call of the network itself, and the targets of the loss."""
-        loss = self._laying.loss is not None and self.training
-        targets: tuple[Any, ...] = ()
-        if loss:
-            kwargs = dict(kwargs)
-            given = kwargs.pop("target") if "target" in kwargs else args[-1] if args else None
-            args = args if "target" not in kwargs and given is not (args[-1] if args else None) else args[:-1]
-            targets = tuple(leaf for leaf in torch.utils._pytree.tree_leaves(given) if isinstance(leaf, Tensor))
-        try:
-            return bind(self._tree.root, args, kwargs), targets
-        except TypeError as error:
-            if loss:
-                problem = f"the loss needs a target: {error}."
-            elif self._laying.loss is not None or len(args) > len(self._call.tensors):
-                problem = f"a target was given that nobody asked for: {error}."
-            else:
-                problem = f"the network cannot be called so: {error}."
-            raise RunError(
-                problem,
-                "With parallelize(..., loss=...) call model(x, y) in training and model(x) in evaluation; "
-                "without a loss call model(x).",
-            ) from None
-
-    def _key(self, call: Call, follows: Sequence[bool]) -> tuple[object, ...]:
-        shapes = [tuple(tensor.shape) for tensor in call.tensors]
-        floats = [tensor.is_floating_point() for tensor in call.tensors]
-        if self._boundary.io == "tile":  # the whole sizes are those it was captured with
-            graph = self._mode.form.graph
-            shapes = [graph.inputs[name].shape for name in _own_inputs(graph)]
-        return (self._tree.key(), call.form, _sizes(shapes, floats, follows), self.training)
-
-    def _refuse_misfits(self, call: Call, targets: Sequence[Tensor], known: Variant | None) -> None:
-        """What is wrong with this rank's tensors; the number of samples is the caller's choice."""
-        rank, graph = self._transport.rank, self._mode.form.graph
-        if self._laying.loss is not None and self.training and len(targets) != len(graph.targets):
-            raise RunError(
-                f"rank {rank} passed {len(targets)} targets; the loss needs {len(graph.targets)}.",
-                "Call model(x, y) in training, with y of the form of the example `target`.",
-            )
-        boxes = (self.input_box, self.output_box) if self._boundary.io == "tile" else (None, None)
-        given = zip([*_own_inputs(graph), *graph.targets], [*call.tensors, *targets], strict=False)
-        for name, tensor in given:
-            box = boxes[name in graph.targets]
-            if self._boundary.io == "tile" and box is None:
-                continue
-            if box is None and name not in graph.targets:
-                continue  # of another size: another variant
-            if box is None and (known is None or known is not self._mode):
-                continue
-            wanted = graph.inputs[name].shape if box is None else tuple(map(len, box))
-            if tensor.ndim != len(wanted) or tuple(tensor.shape[1:]) != tuple(wanted[1:]):
-                raise RunError(
-                    f"rank {rank} passed {tuple(tensor.shape)} for {name!r}; "
-                    f"io={self._boundary.io!r} and the captured batch need {wanted}.",
-                    "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
-                )
-
-    def _refuse_different(
-        self, table: Sequence[Sequence[float]], problem: Exception | None, key: tuple[object, ...], call: Call
-    ) -> None:
-        wrong = [rank for rank, row in enumerate(table) if row[3]]
-        if problem is not None:
-            raise problem
-        if wrong:
-            raise PeerError(
-                f"rank {wrong[0]} cannot run the network as it was called; see its message.",
-                "Mend what that rank says.",
-            )
-        if len({row[5] for row in table}) > 1:
-            modes = [f"rank {rank} {'does' if row[5] else 'does not'}" for rank, row in enumerate(table)]
-            raise RunError(
-                f"some ranks record gradients and some do not: {', '.join(modes)}.",
-                "Use torch.no_grad() on all ranks or on none.",
-            )
-        if len({row[7] for row in table}) > 1:
-            keys = self._transport.gather_objects((key, [tuple(tensor.shape) for tensor in call.tensors]))
-            rank, difference = next((r, d) for r, one in enumerate(keys) if (d := _difference(keys[0][0], one[0])))
-            shapes = f"inputs of {keys[0][1]} against {keys[rank][1]}"
-            same_settings = keys[0][0][0] == keys[rank][0][0]
-            raise RunError(
-                f"rank 0 and rank {rank} called the network differently: {shapes if same_settings else difference}.",
-                "All ranks must call it in the same mode, with inputs of the same form and sizes; the number of "
-                "samples alone may differ.",
-            )
-
-    def _tiles_at(self, variant: Variant, batch: int) -> Layout:
-        graph = variant.at(batch)
-        return input_tiles(graph, next(iter(graph.inputs)), variant.cuts(graph), self._transport.world)
-
-    # Variants
-
-    def _variant(
-        self, key: tuple[object, ...], call: Call, follows: Sequence[bool], targets: Sequence[Tensor], sizes: list[int]
-    ) -> Variant:
-        """The variant that a key stands for; captured when it first comes."""
-        if key not in self._now.variants:
-            batch = sizes[0] if self._boundary.io == "whole" else sum(sizes)
-            self._now.variants[key] = self._captured(call, follows, targets, batch)
-            self._follows.setdefault(call.form, tuple(follows))
-            known = len(self._now.variants)
-            if self._transport.rank == 0:
-                shapes = ", ".join(str(tuple(one.shape)) for one in call.tensors)
-                log.info("captured the network anew for its present settings and inputs of %s (%d)", shapes, known)
-                if known % _MANY_VARIANTS == 0:
-                    log.warning(
-                        "the network was captured %d times: settings of modules or sizes of inputs change often. Make "
-                        "a number that changes in every step a buffer or an input, and sizes few.",
-                        known,
-                    )
-        return self._now.variants[key]
-
-    def _captured(self, call: Call, follows: Sequence[bool], targets: Sequence[Tensor], batch: int) -> Variant:
-        form = agree(self._transport, lambda: self._trace(call, follows, targets, batch))
-        return self._planned(form)
-
-    def _planned(self, form: Form) -> Variant:
-        compare_graphs(form.graph, self._transport)
-        layers = [layer.name for layer in form.graph.layers]
-        resolved = agree(
-            self._transport,
-            lambda: resolve(self._laying.plan, form.graph, self._transport.world, [*self._laying.names, *layers]),
-        )
-        return Variant(form, resolved)
-
-    def _trace(self, call: Call, follows: Sequence[bool], targets: Sequence[Tensor], batch: int) -> Form:
-        """The network as it is now, called so with a batch of so many samples; on shapes alone."""
-        device = self._engine.device
-        with self._tree.whole(self._whole_shapes()) as fakes, _plain_torch(device):
-
-            def fake(tensor: Tensor, follow: bool) -> Tensor:
-                shape = (batch, *tensor.shape[1:]) if follow else tuple(tensor.shape)
-                with fakes:
-                    return torch.empty(shape, dtype=tensor.dtype, device=device)
-
-            given = replace(call, tensors=tuple(fake(*pair) for pair in zip(call.tensors, follows, strict=True)))
-            example = torch.empty((batch, *targets[0].shape[1:]), dtype=targets[0].dtype) if targets else None
-            return capture_form(self._tree.root, given, self._laying.loss, example)
-
-    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._states.shapes[own] for name, own in self._states.names_of.items()}
-
-    def _proven(self, variant: Variant, batch: int, call: Call, targets: Sequence[Tensor]) -> Variant:
-        """The variant itself if it says of a batch what a trace says; else one of that batch alone."""
-        if batch in variant.others:
-            return variant.others[batch]
-        if batch not in variant.graphs:
-            if batch < 1:
-                raise RunError("the batch has no sample.", "Pass at least one sample on one rank.")
-            follows = self._follows[call.form]
-            form = agree(self._transport, lambda: self._trace(call, follows, targets, batch))
-            if variant.says(form):
-                variant.graphs[batch] = variant.form.graph.at_batch(batch)
-            else:
-                variant.others[batch] = self._planned(form)
-                return variant.others[batch]
-        return variant
-
-    def _prepare(self, variant: Variant, shares: tuple[int, ...]) -> Ready:
-        known = shares in variant.ready
-        ready = variant.prepare(shares, self._boundary, self._transport.rank, self._states.layouts)
-        if not known:
-            self._transport.make_groups([(LAYER, ranks) for ranks in groups_of(ready)])
-        return ready
-
-    def _captured_program(self, *, training: bool) -> Program:
-        variant = self._first[training]
-        return self._prepare(variant, even_shares(variant.form.graph.batch, self._transport.world)).program
-
     # One step
+
+    def _captured(self, *, training: bool) -> Ready:
+        """What runs the batch that the network was captured with."""
+        variant = self._caller.first[training]
+        return self._caller.prepare(variant, even_shares(variant.form.graph.batch, self._transport.world))
 
     def _run(self, request: Request, *, record: bool) -> tuple[list[Tensor], Tape]:
         program, now = request.ready.program, self._now
@@ -696,75 +433,9 @@ class ParallelModule(nn.Module):
         return self._now.sums[kinds]
 
 
-def compare_graphs(graph: LayerGraph, transport: Transport) -> None:
-    """Refuse on all ranks where they have captured different networks. A collective."""
-    graphs = transport.gather_objects(_graph_digest(graph))
-    if len(set(graphs)) == 1:
-        return
-    everything = transport.gather_objects(graph)
-    rank, difference = next(
-        (rank, first_difference(everything[0], other) or "their arguments")
-        for rank, other in enumerate(everything)
-        if graphs[rank] != graphs[0]
-    )
-    raise RunError(
-        f"rank 0 and rank {rank} have different networks: {difference}.",
-        "Build the same network on all ranks. Python's random numbers, the rank's own number or the time must not "
-        "decide what its code does.",
-    )
-
-
-def _graph_digest(graph: LayerGraph) -> str:
-    layers = [(one.name, one.op, one.result, repr(dict(one.arguments)), repr(one.output)) for one in graph.layers]
-    everything = (layers, repr(dict(graph.inputs)), repr(dict(graph.states)), graph.outputs)
-    return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
-
-
-def _own_inputs(graph: LayerGraph) -> tuple[str, ...]:
-    """The network's own inputs, without the loss's targets."""
-    return tuple(name for name in graph.inputs if name not in graph.targets)
-
-
-def _sizes(
-    shapes: Sequence[tuple[int, ...]], floats: Sequence[bool], follows: Sequence[bool]
-) -> tuple[tuple[object, ...], ...]:
-    """Sizes of inputs, the number of samples left out."""
-    return tuple(
-        (tuple(shape[1:]) if follow else tuple(shape), kind, follow)
-        for shape, kind, follow in zip(shapes, floats, follows, strict=True)
-    )
-
-
-def _guessed(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Which inputs have samples in dim 0: those that are as long there as the first."""
-    return tuple(one.ndim > 0 and one.shape[0] == tensors[0].shape[0] for one in tensors)
-
-
-def _digest(key: tuple[object, ...]) -> float:
-    """A number that is the same for equal keys, exact in a float."""
-    return float(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "big"))
-
-
-def _difference(one: Any, other: Any) -> str | None:
-    """The first place where two keys differ."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        for mine, theirs in zip(one, other, strict=True):
-            if (found := _difference(mine, theirs)) is not None:
-                return found
-        return None
-    return None if one == other else f"{one} against {other}"
-
-
 def _leaf(state: Tensor, *, record: bool) -> Tensor:
     """A state as the engine's own graphs see it: the user's graph ends at `Step`."""
     return state.detach().requires_grad_(record and state.requires_grad)
-
-
-@contextmanager
-def _plain_torch(device: torch.device) -> Iterator[None]:
-    """Whatever modes the caller is in, the capture is not."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _when_alive(model: ParallelModule, method: Callable[[ParallelModule], None]) -> Callable[[], None]:
@@ -783,14 +454,17 @@ def _when_alive(model: ParallelModule, method: Callable[[ParallelModule], None])
     return call
 
 
-def _whole_states(model: ParallelModule, path: str, leaves: Mapping[str, str]) -> list[RemovableHandle]:
+def _whole_states(
+    model: ParallelModule, root: nn.Module, path: str, leaves: Mapping[str, str]
+) -> list[RemovableHandle]:
     """Let a module with cut tensors give whole ones to a state dict, and take whole ones from it.
 
     `leaves`: the tensors' names there and in the graph. Handles to end that.
     """
-    states, transport, owner = model._states, model._transport, model._tree.root.get_submodule(path)
+    states, transport, owner = model._states, model._transport, root.get_submodule(path)
 
     def give(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        transport.header("state_dict")
         for leaf, name in leaves.items():
             if prefix + leaf in state_dict:
                 shard = states[name].detach()

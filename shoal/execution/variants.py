@@ -109,11 +109,15 @@ class Variant:
             name in self.form.states and _equal(self.form.states[name], traced.states[name]) for name in constants
         )
 
+    def program(self, shares: tuple[int, ...], boundary: Boundary) -> Program:
+        """Of a batch of these shares, for which the variant is proven."""
+        graph = self.graphs[sum(shares)]
+        return step_program(graph, self.cuts(graph), boundary, shares, losses=self.form.gives_losses)
+
     def prepare(self, shares: tuple[int, ...], boundary: Boundary, rank: int, homes: Mapping[str, Layout]) -> Ready:
         """The program for a batch of these shares; found once, in some ten milliseconds."""
         if shares not in self.ready:
-            graph = self.graphs[sum(shares)]
-            program = step_program(graph, self.cuts(graph), boundary, shares, losses=self.form.gives_losses)
+            program = self.program(shares, boundary)
             _check_homes(program, homes)
             own = {name: tensor for name, tensor in self.form.states.items() if name not in homes}
             constants = {name: shard_of(tensor.detach(), program.states[name][rank]) for name, tensor in own.items()}

@@ -307,7 +307,7 @@ class _Watch:
     def _places(self) -> "_Places":
         training = self.at.model.training
         if training not in self._placed:
-            self._placed[training] = _Places.of(self.at.model._captured_program(training=training))
+            self._placed[training] = _Places.of(self.at.model._captured(training=training).program)
         return self._placed[training]
 
     def settle(self) -> None:
