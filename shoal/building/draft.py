@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from shoal.building.journal import CHUNK, Filled, Memory, Place
-from shoal.building.playing import Whole, obstacle, stream
+from shoal.building.playing import Whole, held_elements, obstacle, stream
 from shoal.building.recording import CPU, Recorder, become
 from shoal.errors import ModelError, suggestion
 from shoal.partition import Box, whole
@@ -127,7 +127,7 @@ class Draft:
         return list(groups.values())
 
     def _fill_one(self, name: str, tensor: Tensor, cuts: Mapping[int, Box | None]) -> str | None:
-        """Make a tensor that has its memory for itself. Gives the operator for which a cut one had to be whole."""
+        """Make a tensor that has its memory for itself. Gives the reason for which a cut one had to be whole."""
         ref, cut = self._recorder.ref(tensor), id(tensor) in cuts
         box = cuts.get(id(tensor), whole(ref.place.size))
         if isinstance(ref.memory.start, Filled) and ref.memory.start.value is None and not ref.version:
@@ -145,6 +145,8 @@ class Draft:
                 made = made[tuple(slice(span.start, span.stop) for span in box)]
                 made = made.clone(memory_format=torch.contiguous_format)
         become(tensor, made)
+        if reason is None and held_elements(ref) > max(self._recorder.small, self._recorder.chunk):
+            reason = "given whole"
         return reason if cut else None
 
     def _fill_shared(self, group: Mapping[str, Tensor], cuts: Mapping[int, Box | None]) -> None:
@@ -194,7 +196,7 @@ def _on_meta(module: nn.Module) -> bool:
 
 def _refuse_unfinished(model: nn.Module) -> None:
     for name, tensor in _named(model).items():
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ModelError(f"{name!r} has no shape before the first forward pass.", "Give its layer all its sizes.")
 
 
@@ -220,4 +222,3 @@ def _attributes(model: nn.Module) -> dict[str, Tensor]:
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     yield from {id(tensor): tensor for tensor in tensors}.values()
-

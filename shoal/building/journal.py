@@ -42,7 +42,7 @@ class Place:
     @classmethod
     def of(cls, tensor: Tensor) -> "Place":
         """The place of a tensor in its storage."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     @property
     def numel(self) -> int:
@@ -52,7 +52,7 @@ class Place:
     def tensor(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor itself, in a storage that is laid out like the memory."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[arg-type]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
     def same_as(self, other: "Place") -> bool:
         """Whether both say the same; the stride of a dim with one row says nothing."""
@@ -142,7 +142,8 @@ def _packed(place: Place) -> bool:
 class Draws:
     """The generator's state before a random write: one for every chunk, or one for all of it."""
 
-    states: Sequence[Tensor]
+    states: Tensor
+    """One in a row."""
     by_chunk: bool
 
 

@@ -102,6 +102,14 @@ def name_of(step: Step) -> str:
     return str(step.func.overloadpacket.__name__)
 
 
+def held_elements(ref: Ref) -> int:
+    """The length of the longest tensor that is held for this one since it was written to: a file's, for example."""
+    memory, begin = ref.memory, max(ref.memory.last_overwrite(ref.version), 0)
+    start = memory.elements if isinstance(memory.start, Held) else 0
+    operands = tree_leaves([step.args for step in memory.writes[begin : ref.version]])
+    return max([start, *(operand.numel() for operand in operands if isinstance(operand, Tensor))])
+
+
 def stream(ref: Ref, into: Tensor, place: Place, chunk: int) -> None:
     """Write the elements at `place`, a part of `ref`, into a tensor of that size; `obstacle(ref)` must be None."""
     for start, stop in grid(ref.memory.elements, chunk):
@@ -209,7 +217,7 @@ class Whole:
         if isinstance(start, Filled):
             return torch.full((memory.elements,), start.value or 0, dtype=memory.dtype).untyped_storage()
         if isinstance(start, Held):
-            return start.storage.clone() if private else start.storage
+            return _copy(start.storage) if private else start.storage
         result = self._run(start.step)[start.number]
         if not isinstance(result, Tensor) or not start.place.same_as(Place.of(result)):
             raise ModelError(
@@ -221,7 +229,7 @@ class Whole:
             storage = torch.empty(memory.elements, dtype=memory.dtype).untyped_storage()
             start.place.tensor(storage).copy_(result)
             return storage
-        return storage.clone() if private else storage
+        return _copy(storage) if private else storage
 
     def _write(self, step: Step, memory: Memory, storage: torch.UntypedStorage) -> None:
         """Run it on the values as they are now: whatever it reads of its own memory, it reads there."""
@@ -258,7 +266,11 @@ class Whole:
         return not settled
 
 
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone().untyped_storage()
+
+
 def _generator(state: Tensor) -> torch.Generator:
     generator = torch.Generator()
-    generator.set_state(state)
+    generator.set_state(state.clone())  # torch takes a row of a matrix for the matrix, and dies
     return generator

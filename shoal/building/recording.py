@@ -134,7 +134,7 @@ def become(tensor: Tensor, content: Tensor) -> None:
         content.requires_grad_(tensor.requires_grad)
     # not torch.utils.swap_tensors, which refuses objects with weak references, such as an LSTM's weights: it cares for
     # those who hold the other object, and here nobody does
-    torch._C._swap_tensor_impl(tensor, content)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(tensor, content)
 
 
 class _AsOnCpu(TorchFunctionMode):
@@ -149,7 +149,7 @@ class _AsOnCpu(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._answers: dict[Any, Any] = {
-            Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
+            Tensor.device.__get__: CPU,
             Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
             Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
         }
@@ -206,11 +206,11 @@ def _names(word: Any, *kinds: str) -> bool:
     return isinstance(word, str | torch.device) and torch.device(word).type in kinds
 
 
-class _Journaling(TorchDispatchMode):
+class _Journaling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that a described tensor meets, or could come from."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -234,7 +234,7 @@ class _Journaling(TorchDispatchMode):
                 return self._create(func, args, {**kwargs, "device": CPU})
         if not described:
             return func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags or func.overloadpacket is _aten.set_:
+        if torch.Tag.inplace_view in func.tags:
             return self._changed_view(func, args, kwargs)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
@@ -283,9 +283,7 @@ class _Journaling(TorchDispatchMode):
         self._record(self._recorder.ref(target).memory, func, target, args, kwargs)
         return target
 
-    def _record(
-        self, memory: Memory, func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _record(self, memory: Memory, func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder, place = self._recorder, self._recorder.ref(target)
 
         def written_down(tensor: Tensor) -> Ref | Tensor:
@@ -310,13 +308,7 @@ class _Journaling(TorchDispatchMode):
         numbers = [arg for arg in tree_leaves((step.args, dict(step.kwargs))) if arg is not target]
         plain = not any(isinstance(arg, Ref | Tensor) for arg in numbers)
         if target.covers and plain and step.func.overloadpacket.__name__ in _DRAWN_IN_ORDER:
-            states = []
-            for start, stop in grid(target.memory.elements, self._recorder.chunk):
-                states.append(generator.get_state())
-                scratch = torch.empty(stop - start, dtype=target.place.dtype)
-                args = (scratch if arg is target else arg for arg in step.args)
-                step.func(*args, **step.kwargs, generator=generator)
-            return Draws(states, by_chunk=True)
+            return Draws(self._draw_chunks(step, target, generator), by_chunk=True)
         state = generator.get_state()
         whole = torch.empty(target.memory.elements, dtype=target.memory.dtype)
         scratch = target.place.tensor(whole.untyped_storage())
@@ -325,7 +317,22 @@ class _Journaling(TorchDispatchMode):
             Ref, lambda ref: scratch if ref is target else values.tensor(ref), (step.args, dict(step.kwargs))
         )
         step.func(*args, **kwargs, generator=generator)
-        return Draws([state], by_chunk=False)
+        return Draws(state[None], by_chunk=False)
+
+    def _draw_chunks(self, step: Step, target: Ref, generator: torch.Generator) -> Tensor:
+        """The generator's state before every chunk, which is drawn and dropped.
+
+        All is allocated before: small pieces of memory that stay, between large ones that go, make holes in which
+        nothing fits, up to the size of the whole.
+        """
+        chunks = list(grid(target.memory.elements, self._recorder.chunk))
+        states = generator.get_state().repeat(len(chunks), 1)
+        scratch = torch.empty(max(stop - start for start, stop in chunks), dtype=target.place.dtype)
+        for state, (start, stop) in zip(states, chunks, strict=True):
+            state.copy_(generator.get_state())
+            args = (scratch[: stop - start] if arg is target else arg for arg in step.args)
+            step.func(*args, **step.kwargs, generator=generator)
+        return states
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, here: bool) -> Any:
         if not here or any(tag in func.tags for tag in _VALUES_NOW):
