@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from shoal.building.journal import CHUNK, Filled, Memory, Place
+from shoal.building.journal import CHUNK, Filled, Memory, Place, overwrites
 from shoal.building.playing import Whole, held_elements, obstacle, stream
 from shoal.building.recording import CPU, Recorder, become
 from shoal.errors import ModelError, suggestion
@@ -130,7 +130,7 @@ class Draft:
         """Make a tensor that has its memory for itself. Gives the reason for which a cut one had to be whole."""
         ref, cut = self._recorder.ref(tensor), id(tensor) in cuts
         box = cuts.get(id(tensor), whole(ref.place.size))
-        if isinstance(ref.memory.start, Filled) and ref.memory.start.value is None and not ref.version:
+        if ref.memory.history(ref.version) == (Filled(), []):
             log.warning("%s was never given a value", name)
         if box is None:
             become(tensor, torch.empty([0] * max(tensor.ndim, 1), dtype=tensor.dtype))
@@ -178,8 +178,8 @@ def _reset(model: nn.Module, recorder: Recorder) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_meta:
             continue
-        ref = recorder.ref(tensor)
-        if ref.memory.last_overwrite(ref.version) < 0:
+        start, writes = recorder.ref(tensor).memory.history(recorder.ref(tensor).version)
+        if start == Filled() and not (writes and overwrites(writes[0])):
             owner = model.get_submodule(name.rpartition(".")[0])
             raise ModelError(
                 f"{name!r} is on the meta device and no reset_parameters() of its {type(owner).__name__} fills it.",

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.partition import Box
 
@@ -121,6 +123,9 @@ class Ref:
     version: int
     place: Place
 
+    def __post_init__(self) -> None:
+        self.memory.refs.add(self)
+
     @property
     def covers(self) -> bool:
         """Whether it is the whole memory, in its order."""
@@ -192,15 +197,37 @@ class Memory:
     dtype: torch.dtype
     start: Filled | Held | Result
     writes: list[Step] = field(default_factory=list)
+    """Those that are needed."""
+    forgotten: int = 0
+    """Writes before these, which `start` knows of."""
+    refs: WeakSet[Ref] = field(default_factory=WeakSet)
 
     @property
     def elements(self) -> int:
         """Its length."""
         return self.meta.nbytes() // self.dtype.itemsize
 
-    def last_overwrite(self, version: int) -> int:
-        """The last of the first `version` writes that left nothing of what was there before; -1: none."""
-        return next((at for at in reversed(range(version)) if overwrites(self.writes[at])), -1)
+    @property
+    def version(self) -> int:
+        """Writes so far."""
+        return self.forgotten + len(self.writes)
+
+    def history(self, version: int) -> tuple[Filled | Held | Result, list[Step]]:
+        """All that the first `version` writes left: a start, and the writes that count."""
+        writes = self.writes[: version - self.forgotten]
+        last = next((at for at in reversed(range(len(writes))) if overwrites(writes[at])), None)
+        return (self.start, writes) if last is None else (Filled(), writes[last:])
+
+    def settle(self, values: torch.UntypedStorage) -> bool:
+        """Hold the values as they are now instead of how they came to be; not while somebody needs older ones."""
+        if any(ref.version < self.version for ref in self.refs if not self._own(ref)):
+            return False
+        self.start, self.forgotten, self.writes = Held(values), self.version, []
+        return True
+
+    def _own(self, ref: Ref) -> bool:
+        """Whether it is a write to this memory that needs it, and nobody else."""
+        return any(given is ref for step in self.writes for given in tree_leaves((step.args, dict(step.kwargs))))
 
 
 _OVERWRITING = {"zero_", "fill_", "copy_"}

@@ -55,12 +55,10 @@ class _Obstacles:
     def _search(self, memory: Memory, version: int) -> str | None:
         if memory.dtype.is_complex:
             return "complex numbers"
-        begin = memory.last_overwrite(version)
-        if begin < 0:
-            if isinstance(memory.start, Result) and (found := self._of_result(memory.start, memory)):
-                return found
-            begin = 0
-        return next(filter(None, map(self._of_write, memory.writes[begin:version])), None)
+        start, writes = memory.history(version)
+        if isinstance(start, Result) and (found := self._of_result(start, memory)):
+            return found
+        return next(filter(None, map(self._of_write, writes)), None)
 
     def _of_write(self, step: Step) -> str | None:
         target = step.target
@@ -78,8 +76,8 @@ class _Obstacles:
         return None
 
     def _of_result(self, result: Result, memory: Memory) -> str | None:
-        step, whole = result.step, Ref(memory, 0, result.place)
-        if not _exact(step) or not whole.covers:
+        step = result.step
+        if not _exact(step) or not Ref(memory, memory.version, result.place).covers:
             return name_of(step)
         for leaf in tree_leaves((step.args, dict(step.kwargs))):
             if isinstance(leaf, Ref):
@@ -104,10 +102,10 @@ def name_of(step: Step) -> str:
 
 def held_elements(ref: Ref) -> int:
     """The length of the longest tensor that is held for this one since it was written to: a file's, for example."""
-    memory, begin = ref.memory, max(ref.memory.last_overwrite(ref.version), 0)
-    start = memory.elements if isinstance(memory.start, Held) else 0
-    operands = tree_leaves([step.args for step in memory.writes[begin : ref.version]])
-    return max([start, *(operand.numel() for operand in operands if isinstance(operand, Tensor))])
+    start, writes = ref.memory.history(ref.version)
+    own = ref.memory.elements if isinstance(start, Held) else 0
+    operands = tree_leaves([step.args for step in writes])
+    return max([own, *(operand.numel() for operand in operands if isinstance(operand, Tensor))])
 
 
 def stream(ref: Ref, into: Tensor, place: Place, chunk: int) -> None:
@@ -134,9 +132,9 @@ class _Chunk:
         return self._known[key]
 
     def _compute(self, memory: Memory, version: int) -> Tensor:
-        begin = memory.last_overwrite(version)
-        elements = self._begin(memory, Filled() if begin >= 0 else memory.start)
-        for step in memory.writes[max(begin, 0) : version]:
+        start, writes = memory.history(version)
+        elements = self._begin(memory, start)
+        for step in writes:
             self._write(step, elements)
         return elements
 
@@ -204,10 +202,24 @@ class Whole:
         """A structure with tensors in place of references."""
         return tree_map_only(Ref, self.tensor, given)
 
+    def settle(self) -> None:
+        """Let memories that cannot be computed by chunks hold what was computed here, if that is what they are now.
+
+        Else a loop that looks at its tensors, as a rejection sampler does, would compute all its rounds in every round.
+        """
+        settled = {
+            memory: values
+            for (memory, version), values in self._known.items()
+            if version == memory.version and _Obstacles().of_memory(memory, version) is not None
+        }
+        self._known.clear()
+        self._results.clear()
+        while some := [memory for memory, values in settled.items() if memory.settle(values)]:
+            for memory in some:
+                del settled[memory]  # whoever it was made of may now be free of readers
+
     def _compute(self, memory: Memory, version: int) -> torch.UntypedStorage:
-        begin = memory.last_overwrite(version)
-        start = Filled() if begin >= 0 else memory.start
-        writes = memory.writes[max(begin, 0) : version]
+        start, writes = memory.history(version)
         storage = self._begin(memory, start, private=bool(writes))
         for step in writes:
             self._write(step, memory, storage)

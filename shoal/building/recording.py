@@ -93,7 +93,7 @@ class Recorder:
             refuse("it uses a tensor on the meta device that was made elsewhere")
         if tensor.is_conj() or tensor.is_neg() or memory.meta.nbytes() % memory.dtype.itemsize:
             refuse("it uses a view of complex numbers")
-        return Ref(memory, len(memory.writes), Place.of(tensor))
+        return Ref(memory, memory.version, Place.of(tensor))
 
     def described(self, tensor: Tensor) -> Tensor:
         """A tensor that is held, or its storage, as one that is described: the storage's values are kept."""
@@ -108,6 +108,11 @@ class Recorder:
         """A described tensor's values, whole."""
         with self._pause():
             return Whole(self.chunk).tensor(self.ref(tensor)).clone()
+
+    def forget_unused(self) -> None:
+        """Drop memories that no tensor lies in any more; those that others are made of live on in these."""
+        for address in [a for a in self._memories if torch._C._storage_Use_Count(a) == 1]:
+            del self._memories[address]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -361,7 +366,10 @@ class _Journaling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: values.tensor(recorder.ref(tensor)) if tensor.is_meta else tensor, (args, kwargs)
         )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        values.settle()
+        recorder.forget_unused()
+        return result
 
     def _copied(self, tensor: Tensor) -> Tensor:
         return self._recorder.value(tensor) if tensor.is_meta else tensor
