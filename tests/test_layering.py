@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "traffic": set(),
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
+    "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
     "transport": {"errors", "traffic"},
