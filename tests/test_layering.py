@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
     "transport": {"errors", "traffic"},
-    "execution": NOUNS | {"operators", "capturing", "lowering", "planning", "transport"},
+    "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},

@@ -103,7 +103,7 @@ def ddp_step(model: DistributedDataParallel, x: Tensor, y: Tensor, *, exchange: 
 def owt(classes: int) -> shoal.ParallelModule:
     """The last layer cut by class, the loss on its cut scores."""
     example = (BATCH, 3, PIXELS, PIXELS)
-    return shoal.parallelize(build(classes), example, "owt", loss=F.cross_entropy, batch_norm="local")
+    return shoal.parallelize(lambda: build(classes), example, "owt", loss=F.cross_entropy, batch_norm="local")
 
 
 def owt_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:

@@ -1,8 +1,8 @@
 """From an nn.Module to its graphs and tensors, and from these to one rank's part of it."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shoal.building import Draft
+from shoal.building import draft as make_draft
 from shoal.capturing.signature import Call, Returned, single
 from shoal.execution.calling import Laying, compare_graphs
 from shoal.execution.engine import Engine
 from shoal.execution.loss import Loss, LossTail
 from shoal.execution.module import ParallelModule
 from shoal.execution.torch_tools import tell_torch
-from shoal.execution.tree import copied
+from shoal.execution.tree import Tree, copied
 from shoal.execution.variants import Form, capture_form, example_call
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import IO, Boundary
@@ -72,10 +74,12 @@ def lay(
     bucket_bytes: int | None = None,
     recompute: bool = False,
     in_place: bool = False,
+    draft: Draft | None = None,
 ) -> ParallelModule:
     """Lay a captured network over the ranks of `transport`; `parallelize` without the capture.
 
     `in_place`: the module itself becomes this rank's part, with rank 0's weights; else a copy of it, with its own.
+    `draft`: of a network that is not built yet; then each rank builds its own part.
     """
 
     def resolved_plan() -> tuple[str | Plan, dict[bool, Resolved]]:
@@ -98,15 +102,29 @@ def lay(
         boundary=Boundary(io, transport.world),
         bucket_bytes=bucket_bytes,
         in_place=in_place,
+        draft=draft,
     )
     if laid.cuts_parameters:
         tell_torch(laid)
     return laid
 
 
+def draft_on_all(transport: Transport, source: nn.Module | Callable[[], nn.Module]) -> Draft:
+    """What a function makes, or a module on the `meta` device is to become, with rank 0's random numbers. A collective.
+
+    Rank 0's generator goes on as if it had built the network whole; the others' stay where they are.
+    """
+    states = transport.gather_objects(torch.get_rng_state() if transport.rank == 0 else None, "parallelize")
+    if transport.rank == 0:
+        return agree(transport, lambda: make_draft(source), "parallelize")
+    with torch.random.fork_rng([]):
+        torch.set_rng_state(states[0])
+        return agree(transport, lambda: make_draft(source), "parallelize")
+
+
 def capture_on_all(transport: Transport, model: nn.Module, example: Any, loss: Loss | None, target: Any) -> Captured:
     """`capture_modes` on all ranks. What one finds wrong all say, and different networks are refused."""
-    captured = agree(transport, lambda: capture_modes(model, example, loss, target))
+    captured = agree(transport, lambda: capture_modes(model, example, loss, target), "parallelize")
     for graph in captured.graphs.values():
         compare_graphs(graph, transport)
     return captured
@@ -115,11 +133,21 @@ def capture_on_all(transport: Transport, model: nn.Module, example: Any, loss: L
 def capture_modes(model: nn.Module, example: Any, loss: Loss | None = None, target: Any = None) -> Captured:
     """The graphs of training (with the user's own flags) and of evaluation, all tensors, and the loss.
 
-    The module is left as it was.
+    The module is left as it was. One on the `meta` device is captured as if it were on the CPU.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    call = example_call(model, example, device, floats[0] if floats else torch.float32)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtype = floats[0] if floats else torch.float32
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        with Tree(model).whole({}) as fakes:
+            call = example_call(model, example, torch.device("cpu"), dtype)
+            with fakes:
+                call = replace(call, tensors=tuple(map(torch.empty_like, call.tensors)))
+            return _both_modes(model, call, loss, target)
+    return _both_modes(model, example_call(model, example, device, dtype), loss, target)
+
+
+def _both_modes(model: nn.Module, call: Call, loss: Loss | None, target: Any) -> Captured:
     flags = {name: module.training for name, module in model.named_modules()}
     try:
         if not model.training:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.building import Draft
 from shoal.capturing.signature import Call, bind
 from shoal.errors import RunError
 from shoal.execution.calling import Caller, Laying, own_inputs
@@ -30,7 +31,7 @@ from shoal.lowering.program import Program, state_homes
 from shoal.lowering.traffic import INPUT, step_traffic
 from shoal.moves import Layout, Move
 from shoal.operators.base import Need
-from shoal.partition import Box
+from shoal.partition import Box, whole
 from shoal.plan import Plan
 from shoal.planning import Resolved
 from shoal.traffic import Sent
@@ -70,6 +71,7 @@ class ParallelModule(nn.Module):
         boundary: Boundary,
         bucket_bytes: int | None,
         in_place: bool,
+        draft: Draft | None = None,
     ) -> None:
         super().__init__()
         transport = engine.transport
@@ -79,9 +81,15 @@ class ParallelModule(nn.Module):
         first = {mode: Variant(form, resolved[mode]) for mode, form in forms.items()}
         shares = even_shares(forms[True].graph.batch, transport.world)
         homes = state_homes(*(first[mode].program(shares, boundary) for mode in (True, False)))
-        if in_place:
-            take_rank0s(root, homes, transport)
-        self._states = ShardedStates(root, homes, transport.rank, in_place=in_place)
+        if draft is not None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
+            cut = [name for name, shape in shapes.items() if any(box != whole(shape) for box in homes[name])]
+            draft.fill({name: homes[name][transport.rank] for name in cut})
+            self._states = ShardedStates(root, homes, transport.rank, in_place=True, whole_shapes=shapes)
+        else:
+            if in_place:
+                take_rank0s(root, homes, transport)
+            self._states = ShardedStates(root, homes, transport.rank, in_place=in_place)
         example = call or bind(root, [torch.empty(0) for _ in own_inputs(forms[False].graph)], {})
         tree = Tree(root)
         self._caller = Caller(tree, self._states, transport, boundary, laying, engine.device, first, example)

@@ -47,12 +47,21 @@ class _Place:
 class ShardedStates:
     """This rank's shards, in the place of the whole tensors of a tree of modules.
 
-    `in_place`: parameters stay the same objects, as an optimizer may know them; else they are copies. A rank without
-    a part of some tensor has an empty one under its name, so that all ranks list the same names.
+    `in_place`: parameters stay the same objects, as an optimizer may know them; else they are copies. `whole_shapes`:
+    of every tensor, where the tree holds shards already. A rank without a part of some tensor has an empty one under
+    its name, so that all ranks list the same names.
     """
 
-    def __init__(self, root: nn.Module, layouts: Mapping[str, Layout], rank: int, *, in_place: bool) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        root: nn.Module,
+        layouts: Mapping[str, Layout],
+        rank: int,
+        *,
+        in_place: bool,
+        whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._rank, self._filled = rank, whole_shapes is not None
         self._places: dict[str, _Place] = {}
         everything = _tensors(root)
         first: dict[int, str] = {}
@@ -62,7 +71,8 @@ class ShardedStates:
         """For every name of a tensor the first one, by which the graph knows it."""
         self.keys = {key: self.names_of[key] for key in root.state_dict() if key in self.names_of}
         """For every tensor of the original state dict the name under which the graph knows it."""
-        self.shapes = {name: tuple(everything[name][2].shape) for name in first.values()}
+        held = {name: tuple(everything[name][2].shape) for name in first.values()}
+        self.shapes = held if whole_shapes is None else {name: whole_shapes[name] for name in held}
         self.layouts: dict[str, Layout] = {name: layouts[name] for name in self.shapes}
         made: dict[str, Tensor] = {}
         for name, (owner, leaf, tensor) in everything.items():
@@ -74,7 +84,7 @@ class ShardedStates:
             kept[leaf] = cast(Any, made[own])
 
     def _taken_over(self, name: str, tensor: Tensor) -> Tensor:
-        if not self.is_cut(name):
+        if self._filled or not self.is_cut(name):
             return tensor
         shard = self.shard_of(name, tensor.detach(), self._rank)
         if not isinstance(tensor, nn.Parameter):

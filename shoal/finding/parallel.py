@@ -1,5 +1,6 @@
 """`shoal.parallelize`: from an nn.Module to one that stands where DistributedDataParallel(model) stood."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.execution.laying import capture_on_all, lay
+from shoal.execution.laying import capture_on_all, draft_on_all, lay
 from shoal.execution.loss import Loss
 from shoal.execution.module import ParallelModule
 from shoal.execution.tree import made_whole
@@ -19,7 +20,7 @@ from shoal.transport import Transport
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     example: Any,
     plan: str | Path | Plan = "data",
     *,
@@ -34,6 +35,8 @@ def parallelize(
 ) -> ParallelModule:
     """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says, in place, as DDP wraps it.
 
+    model         a module; or a function that makes it, or a module on the `meta` device: then no rank ever holds a
+                  whole tensor that the plan cuts, and the weights are those of one device with rank 0's torch seed
     example       a tensor, or the shape, of the GLOBAL batch; a tuple of those for several inputs, or a dict of them by
                   the names of `forward`'s arguments. Flags and other plain values among them are part of the call
     plan          "data", "model", "owt", "spatial", "RxG" such as "2x2", a `Plan`, or the path of a plan file; "auto":
@@ -62,6 +65,15 @@ def parallelize(
             "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
         )
     transport = Transport(group)
+    draft = None
+    if not isinstance(model, nn.Module) or any(tensor.is_meta for tensor in model.parameters()):
+        draft = draft_on_all(transport, model)
+        model = draft.model
+        if plan == AUTO:
+            raise ConfigError(
+                "plan='auto' measures real steps, for which the network must be built.",
+                "Pass the built network, or a plan that `shoal plan` or shoal.find_plan found.",
+            )
     model = made_whole(model.module if isinstance(model, ParallelModule) else model)
     captured = capture_on_all(transport, model, example, loss, target)
     if plan == AUTO:
@@ -76,4 +88,5 @@ def parallelize(
         bucket_bytes=bucket_bytes,
         recompute=recompute,
         in_place=True,
+        draft=draft,
     )
