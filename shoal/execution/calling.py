@@ -38,7 +38,7 @@ _MANY_VARIANTS = 32
 """Captures after which a network is told to change too often."""
 
 Key = tuple[Any, ...]
-"""(settings of all modules, form of the call, sizes of its tensors, training): what decides what the code does."""
+"""(mark of the modules' settings, form of the call, sizes of its tensors, training): what decides what the code does."""
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,15 @@ class Caller:
             self._refuse_different(own)
 
     def _refuse_different(self, own: _Own) -> None:
-        told = self.transport.gather_objects((own.key, [tuple(tensor.shape) for tensor in own.call.tensors]))
-        (key, shapes), *_ = told
-        rank = next(rank for rank, (other, _) in enumerate(told) if other != key)
-        other, others = told[rank]
-        difference = _difference(key, other) if key[0] != other[0] else f"inputs of {shapes} against {others}"
+        shapes = [tuple(tensor.shape) for tensor in own.call.tensors]
+        told = self.transport.gather_objects((own.key, shapes, self.tree.settings()))
+        rank = next(rank for rank, one in enumerate(told) if one[0] != told[0][0])
+        (key, shapes, settings), (other, other_shapes, other_settings) = told[0], told[rank]
+        if key[0] != other[0]:
+            pairs = zip(settings, other_settings, strict=False)
+            difference = next((f"{a[0]}={a[1]} against {b[0]}={b[1]}" for a, b in pairs if a != b), "other attributes")
+        else:
+            difference = f"inputs of {shapes} against {other_shapes}"
         raise RunError(
             f"rank 0 and rank {rank} called the network differently: {difference}.",
             "All ranks must call it in the same mode, with inputs of the same form and sizes; the number of "
@@ -410,13 +414,6 @@ def _guessed(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
 def _digest(key: Key) -> float:
     """A number that is the same for equal keys, exact in a float."""
     return float(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "big"))
-
-
-def _difference(one: Any, other: Any) -> str | None:
-    """The first place where two keys differ."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return next((found for pair in zip(one, other, strict=True) if (found := _difference(*pair))), None)
-    return None if one == other else f"{one} against {other}"
 
 
 @contextmanager
