@@ -38,7 +38,7 @@ _MANY_VARIANTS = 32
 """Captures after which a network is told to change too often."""
 
 Key = tuple[Any, ...]
-"""(mark of the modules' settings, form of the call, sizes of its tensors, training): what decides what the code does."""
+"""(mark of the modules' settings, form of the call, sizes of its tensors, training): what decides what code runs."""
 
 
 @dataclass(frozen=True)
