@@ -1,8 +1,8 @@
 """One network under one plan beside one device, through `shoal.parallelize`'s own steps. Runs inside the ranks.
 
-Networks may give any structure of tensors. The loss is a fixed random projection of all of them, so that every element of
-every output sends a gradient back. Compared in float64: outputs, the input's gradient, all parameters' gradients, the
-whole state after one step of SGD (buffers of the first pass among it), and an evaluation after it.
+Networks may give any structure of tensors. The loss is a fixed random projection of all of them, so that every element
+of every output sends a gradient back. Compared in float64: outputs, the input's gradient, all parameters' gradients,
+the whole state after one step of SGD (buffers of the first pass among it), and an evaluation after it.
 """
 
 import logging
@@ -33,6 +33,8 @@ from tests.parity.plans import random_plan
 TOLERANCE = 1e-9
 STRIDE = 1e-3
 """The step's length over the length of all parameters."""
+STOCHASTIC_DEPTH = {"StochasticDepth": "p", "DropPath": "drop_prob"}
+"""torchvision's and timm's module, and what its rate is called."""
 RANDOM = "random"
 """The plan with a cut of its own for every layer, drawn from what the layers' rules allow."""
 
@@ -131,7 +133,9 @@ class Subject:
         x = self.x[rows].clone().requires_grad_()
         outputs, structure = tree_flatten(model.train()(x))
         torch.autograd.backward(self.loss(outputs, rows))
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        }
         torch.optim.SGD(model.parameters(), lr=one.rate, weight_decay=1e-3).step()
         after = _own_and_whole(model)
         with torch.no_grad():
@@ -178,13 +182,13 @@ def _subject(network: Network) -> Subject:
 def _lively(model: nn.Module) -> nn.Module:
     """Nothing drawn while training, no branch that starts at nothing, statistics near the batch's.
 
-    What dropout does under a plan is tested elsewhere. Scales that begin at 0 or 1e-6 would hide what stands behind them.
+    What dropout does under a plan is tested elsewhere. Scales that begin at 0 or 1e-6 would hide what is behind them.
     """
     for module in model.modules():
-        if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if type(module).__name__ == "DropPath":
-            module.drop_prob = 0.0  # type: ignore[assignment]
+        if (rate := STOCHASTIC_DEPTH.get(type(module).__name__)) is not None:
+            setattr(module, rate, 0.0)
         if isinstance(module, _BatchNorm):
             module.momentum = 0.9
     with torch.no_grad():
@@ -237,5 +241,3 @@ def _detached(leaves: Sequence[object]) -> tuple[object, ...]:
 
 def _length(tensors: Any) -> float:
     return math.hypot(*(torch.linalg.vector_norm(tensor.detach()).item() for tensor in tensors))
-
-

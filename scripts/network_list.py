@@ -1,7 +1,7 @@
 """The networks of docs/networks.md: from which package, with which options, on which batch.
 
 Small ones of each family, with random weights. The images are small and odd where the network allows it, and large
-enough that the last maps keep several pixels: batch norm over a single value per sample multiplies rounding by millions.
+enough that the last maps keep several pixels: batch norm over one value per sample multiplies rounding by millions.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,8 @@ class Network:
         package, name = self.source.split(":")
         if package in _BUILDERS:
             return _BUILDERS[package](name, dict(self.options))
-        import_torchvision()
+        if package.split(".")[0] in ("timm", "torchvision"):
+            import_torchvision()
         model: nn.Module = getattr(import_module(package), name)(num_classes=CLASSES, **self.options)
         return model
 
@@ -73,7 +74,9 @@ def _fpn(name: str, options: dict[str, Any]) -> nn.Module:
     make = utils.mobilenet_backbone if name.startswith("mobilenet") else utils.resnet_fpn_backbone
     extra = {"fpn": True} if name.startswith("mobilenet") else {}
     norm = {"norm_layer": nn.BatchNorm2d}  # its default is a frozen one
-    model: nn.Module = make(backbone_name=name, weights=None, trainable_layers=5 + len(extra), **norm, **extra, **options)
+    model: nn.Module = make(
+        backbone_name=name, weights=None, trainable_layers=5 + len(extra), **norm, **extra, **options
+    )
     return model
 
 
@@ -104,9 +107,8 @@ def import_torchvision() -> None:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-        import torch
-
-        _KEPT.append(library := torch.library.Library("torchvision", "FRAGMENT"))
+        library = import_module("torch.library").Library("torchvision", "FRAGMENT")
+        _KEPT.append(library)
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         import_module("torchvision")
@@ -116,12 +118,14 @@ _KEPT: list[Any] = []
 """A library's names end with it."""
 
 
-def _of(family: str, source: str, size: int = 64, *, batch: int = 4, frames: int | None = None, **options: Any) -> Network:
+def _of(
+    family: str, source: str, size: int = 64, *, batch: int = 4, frames: int | None = None, **options: Any
+) -> Network:
     return Network(family, source, size, options, batch, frames)
 
 
-SMALL = {"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)}
-MAXVIT = {
+SMALL: dict[str, Any] = {"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)}
+MAXVIT: dict[str, Any] = {
     "input_size": (64, 64),
     "stem_channels": 16,
     "partition_size": 4,
@@ -246,7 +250,7 @@ NETWORKS: tuple[Network, ...] = (
     _of("Visformer", "timm:visformer_tiny", 64, img_size=64),
     _of("BoTNet", "timm:botnet26t_256", 64, img_size=64),
     # timm, the maps of all stages
-    _of("ResNet, pyramid", "timm:resnet18", 65, features_only=True),
-    _of("MobileNet v3, pyramid", "timm:mobilenetv3_small_050", 65, features_only=True),
-    _of("HRNet, pyramid", "timm:hrnet_w18_small", 64, features_only=True),
+    _of("ResNet", "timm:resnet18", 65, features_only=True),
+    _of("MobileNet v3", "timm:mobilenetv3_small_050", 65, features_only=True),
+    _of("HRNet", "timm:hrnet_w18_small", 64, features_only=True),
 )

@@ -5,10 +5,11 @@
     python -m scripts.network_table --defects          # once more what was neither exact nor refused
     python -m scripts.network_table --check            # fail if the file is not what would be written
 
-Needs the packages of the extra `zoo-wide`. Takes hours: finished cells are kept in build/networks.json, so that a run that
-was stopped goes on where it was, until a source file of Shoal changes; `--keep` keeps them even then.
+Needs the packages of the extra `zoo-wide`. Takes an hour or two: finished cells are kept in build/networks.json, so
+that a run that was stopped goes on where it was, until a source file of Shoal changes; `--keep` keeps them even then.
 
-A cell that is neither exact nor refused (another number, a foreign traceback, a hang) is a defect; with one the exit is 1.
+A cell that is neither exact nor refused (another number, a foreign traceback, a hang) is a defect; with one the exit
+is 1.
 """
 
 import argparse
@@ -39,22 +40,24 @@ HEAD = """\
 
 <!-- Made by `python -m scripts.network_table`; do not edit. -->
 
-Networks of torchvision, timm and segmentation-models-pytorch under the plans that need no profile and under one random plan
-each (a cut of its own for every layer, drawn from what the layers' rules allow), on {ranks} processes, beside the plain module on
-one device. To install the packages (torch stays as it is) and to make this table:
+Networks of torchvision, timm and segmentation-models-pytorch under the plans that need no profile and under one random
+plan each (a cut of its own for every layer, drawn from what the layers' rules allow), on {ranks} processes, beside the
+plain module on one device. To install the packages (torch stays as it is) and to make this table:
 
     pip install -e '.[dev,zoo-wide]'
     python -m scripts.network_table
 
 | cell | meaning |
 |---|---|
-| a number | exact: the largest relative difference, at most {tolerance:.0e}, of the outputs, the gradient of the input, the gradients of all parameters, all parameters and buffers after a step of SGD, and an evaluation after it |
+| a number | exact; the largest relative difference, at most {tolerance:.0e} |
 | refused | `shoal.parallelize` says why; the numbers lead to the messages below the table |
 | DEFECT | neither; none may be here |
 
-float64, small images, random weights. Dropout and stochastic depth are off; scales that start at zero are drawn, so that
-nothing hides behind them. Networks with several outputs give all of them, in their own structure; the loss is a
-random projection of all. A difference is relative to the tensor's largest element, as in [verify.md](verify.md).
+Compared in float64: all outputs, the gradient of the input, the gradients of all parameters, all parameters and buffers
+after a step of SGD, and an evaluation after it. A difference is relative to the tensor's largest element, as in
+[verify.md](verify.md). Images are small, weights random; dropout and stochastic depth are off; parameters that start
+as one repeated number (such as scales at zero) are drawn, so that nothing hides behind them. A network may have several
+outputs, in any structure; the loss is a random projection of all.
 
 """
 
@@ -154,40 +157,32 @@ def key_of(network: Network, plan: str) -> str:
 def render(cells: Mapping[str, Cell]) -> str:
     """The whole file, of the cells that are known."""
     notes: dict[str, int] = {}
-    rows, exact, refused, defects = [], 0, 0, 0
-    families = set()
+    rows, shown = [], []
+    families: set[str] = set()
     for network in NETWORKS:
         found = [cells.get(key_of(network, plan)) for plan in PLANS]
-        if not any(found):
-            continue
-        families.add(network.family)
-        marks = []
-        for cell in found:
-            if cell is None:
-                marks.append("")
-                continue
-            exact += cell.outcome == "exact"
-            refused += cell.outcome == "refused"
-            defects += cell.outcome == "defect"
-            if cell.outcome == "exact":
-                marks.append(f"{cell.difference:.0e}")
-            else:
-                number = notes.setdefault(cell.text, len(notes) + 1)
-                marks.append(f"{'refused' if cell.outcome == 'refused' else 'DEFECT'} ({number})")
-        batch = " x ".join(map(str, network.shape))
-        rows.append(f"| {network.family} | {_shown(network)} | {batch} | {' | '.join(marks)} |")
-    count = f"{len(families)} families, {len(rows)} networks, {exact + refused + defects} cells: {exact} exact, {refused} refused"
-    count += f", {defects} DEFECTS" if defects else ", no other"
-    used = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        if any(found):
+            families.add(network.family)
+            batch = " x ".join(map(str, network.shape))
+            marks = " | ".join(_mark(cell, notes) for cell in found)
+            rows.append(f"| {network.family} | {_shown(network)} | {batch} | {marks} |\n")
+            shown += [cell.outcome for cell in found if cell is not None]
+    count = f"{len(families)} families, {len(rows)} networks, {len(shown)} cells: {shown.count('exact')} exact, "
+    count += f"{shown.count('refused')} refused, {shown.count('defect') or 'no'} defects"
+    used = ", ".join(f"{name} {version(name).split('+')[0]}" for name in PACKAGES)
     head = f"| family | network | batch | {' | '.join(PLANS)} |\n|---|---|---|{'---|' * len(PLANS)}\n"
     below = "".join(f"{number}. {_plain(text)}\n" for text, number in notes.items())
-    return (
-        HEAD.format(ranks=RANKS, tolerance=TOLERANCE)
-        + f"{count} ({used}).\n\n"
-        + head
-        + "\n".join(rows)
-        + ("\n\n" + below if below else "\n")
-    )
+    top = HEAD.format(ranks=RANKS, tolerance=TOLERANCE)
+    return f"{top}{count} ({used}).\n\n{head}{''.join(rows)}" + (f"\n{below}" if below else "")
+
+
+def _mark(cell: Cell | None, notes: dict[str, int]) -> str:
+    if cell is None:
+        return ""
+    if cell.outcome == "exact":
+        return f"{cell.difference:.0e}"
+    number = notes.setdefault(cell.text, len(notes) + 1)
+    return f"{'refused' if cell.outcome == 'refused' else 'DEFECT'} ({number})"
 
 
 def _shown(network: Network) -> str:
