@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from scripts.network_list import Network
 from shoal.errors import PeerError, ShoalError
 from shoal.execution import ParallelModule, full_state_dict
-from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.laying import Captured, capture_on_all, lay
 from shoal.plan import Plan
 from shoal.transport import Transport
 from shoal.verifying.compare import apart, scales_of, size
@@ -93,7 +93,7 @@ class Subject:
         self.seed = seed
         self.weights: dict[int, Tensor] = {}
         self.one = self.alone(self.model)
-        self.captured: Captured = capture_modes(deepcopy(self.model), self.x)
+        self.captured: Captured = capture_on_all(Transport(), deepcopy(self.model), self.x, None, None)
 
     def alone(self, model: nn.Module) -> Run:
         """One device: a pass, a step, an evaluation."""
@@ -127,7 +127,7 @@ class Subject:
         """This rank's largest differences by what was compared. A collective."""
         transport, one = Transport(), self.one
         cuts: str | Plan = random_plan(self.seed, self.captured, transport.world) if plan == RANDOM else plan
-        model = lay(deepcopy(self.captured), cuts, transport)
+        model = lay(deepcopy(self.captured), cuts, transport, in_place=True)
         share = self.network.batch // transport.world
         rows = slice(transport.rank * share, (transport.rank + 1) * share)
         x = self.x[rows].clone().requires_grad_()
@@ -145,7 +145,8 @@ class Subject:
         gathered = _own_and_whole(model)
         found = {"structure": 0.0 if structure == one.structure else math.inf}
         found |= _outputs("output", outputs, one.outputs, rows)
-        found["input gradient"] = math.inf if x.grad is None else apart(x.grad, one.x_grad[rows], size(one.x_grad))
+        x_grad = torch.full_like(x, math.inf) if x.grad is None else x.grad / transport.world  # of this rank's own loss
+        found["input gradient"] = apart(x_grad, one.x_grad[rows], size(one.x_grad))
         found |= _states("gradient", gathered, one.grads)
         found |= _states("state", after, one.after)
         found |= _outputs("evaluated output", evaluated, one.evaluated, rows)
