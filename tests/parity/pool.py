@@ -23,9 +23,10 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world` processes in one Gloo group."""
+    """`world` processes in one Gloo group; a case that takes longer than `seconds` has failed."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, seconds: float = CASE_SECONDS) -> None:
+        self._seconds = seconds
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -43,7 +44,7 @@ class Pool:
         """`case(*args, **options)` on every rank; what each returned."""
         for pipe in self._pipes:
             pipe.send((case, args, options))
-        deadline = time.monotonic() + CASE_SECONDS
+        deadline = time.monotonic() + self._seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             for rank, pipe in enumerate(self._pipes):
@@ -59,7 +60,7 @@ class Pool:
                     raise RankError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
             if time.monotonic() > deadline:
                 silent = sorted(set(range(len(self._pipes))) - set(answers))
-                raise RankError(f"ranks {silent} gave no answer within {CASE_SECONDS:.0f} s")
+                raise RankError(f"ranks {silent} gave no answer within {self._seconds:.0f} s")
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
