@@ -8,6 +8,8 @@ what its layer wrote, for ever.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 from shoal.partition import volume, whole
@@ -118,6 +120,8 @@ class LayerGraph:
     """The fewest samples that the network takes; some read rows by number, such as `x[1:3]`."""
     targets: tuple[str, ...] = ()
     """The inputs that a loss at the end compares the result with."""
+    autocast: str = ""
+    """Where the network sets torch.autocast itself, for people. Its casts are layers; an autocast around it is none."""
 
     @property
     def output(self) -> str:
@@ -169,3 +173,54 @@ class LayerGraph:
             inputs={name: spec.at_batch(batch) for name, spec in self.inputs.items()},
             layers=tuple(layer.at_batch(batch) for layer in self.layers),
         )
+
+
+def same_graph(one: LayerGraph, other: LayerGraph) -> str | None:
+    """Where two graphs first differ, for people; None where they compute the same."""
+    for what in ("training", "batch", "outputs", "counters"):
+        if getattr(one, what) != getattr(other, what):
+            return f"{what} is {getattr(one, what)} and {getattr(other, what)}"
+    for kind in ("inputs", "states"):
+        left, right = getattr(one, kind), getattr(other, kind)
+        for name in {**left, **right}:
+            if not _same_spec(left.get(name), right.get(name)):
+                return f"of the {kind}, {name!r} is {_told(left.get(name))} and {_told(right.get(name))}"
+    for first, second in zip_longest(one.layers, other.layers):
+        if first is None or second is None:
+            return f"layer {(first or second).name!r} is only in one of them"
+        if (first.name, first.op, first.result) != (second.name, second.op, second.result):
+            return f"layer {first.name!r} ({first.op}) is {second.name!r} ({second.op})"
+        for argument in {**first.arguments, **second.arguments}:
+            values = first.arguments.get(argument), second.arguments.get(argument)
+            if not _same_value(*values):
+                return f"layer {first.name!r} has {argument}={_told(values[0])} and {_told(values[1])}"
+        if not _same_spec(first.output, second.output):
+            return f"layer {first.name!r} gives {_told(first.output)} and {_told(second.output)}"
+    return None
+
+
+def _same_spec(one: TensorSpec | None, other: TensorSpec | None) -> bool:
+    return one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same_value, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # nan is nan
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, TensorSpec):
+        return f"{value.dtype} {value.shape}"
+    return f"{value.name!r}" if isinstance(value, Value | State) else str(value)
+
+
+def fingerprint(graph: LayerGraph) -> str:
+    """A short name that graphs share if they are equal, in all processes. Values of states are not looked at."""
+    layers = [
+        (layer.name, layer.op, layer.result, sorted((k, str(v)) for k, v in layer.arguments.items()), str(layer.output))
+        for layer in graph.layers
+    ]
+    others = [sorted((k, str(v)) for k, v in each.items()) for each in (graph.inputs, graph.states, graph.counters)]
+    what = (layers, others, graph.outputs, graph.training, graph.batch, graph.any_batch, graph.smallest_batch)
+    return blake2b(repr(what).encode(), digest_size=8).hexdigest()

@@ -27,7 +27,7 @@ from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.bench import ddp, step_of
 from shoal.execution.laying import capture_modes, lay
 from shoal.finding.auto import RACED, cost_model, in_situ_factor, measured_speeds
-from shoal.finding.cache import graph_fingerprint
+from shoal.graph import fingerprint
 from shoal.plan import Plan
 from shoal.planning.find import find
 from shoal.planning.price import Price, price
@@ -86,7 +86,7 @@ def main() -> None:
     measured = take_turns({**sides, "quiet": quiet}, rounds=args.rounds)
     taken = statistics.median(measured.seconds["quiet"])
     factor = in_situ_factor(captured, timings, transport.world, taken)
-    timings = replace(timings, in_situ={graph_fingerprint(captured.graphs[True]): factor})
+    timings = replace(timings, in_situ={fingerprint(captured.graphs[True]): factor})
     model = cost_model(
         captured, Measured(timings), transport.world, io="share", batch_norm="local", bucket_bytes=bucket
     )

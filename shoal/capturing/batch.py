@@ -116,7 +116,7 @@ def _shapes_hold(graph: LayerGraph) -> bool:
                 tensors[Value(layer.name)] = result if layer.result is None else result[layer.result]
                 if tuple(tensors[Value(layer.name)].shape) != layer.output.shape:
                     return False
-        except (RuntimeError, ValueError, TypeError, IndexError):
+        except Exception:  # operators complain about sizes in many ways
             return False
         return True
 

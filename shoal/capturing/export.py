@@ -1,13 +1,15 @@
 """Turn any nn.Module into a LayerGraph.
 
-    nn.Module --torch.export--> ATen graph --prepare.py--> plain operators --functional.py--> no in-place operators
-              --reader.py--> LayerGraph --batch.py--> for any number of samples
+    nn.Module --torch.export, tracing.py--> ATen graph --prepare.py--> plain operators --functional.py--> no in-place
+              operators --reader.py--> LayerGraph --batch.py--> for any number of samples
 
 Promise   the graph computes what the module computes, in the mode (train or eval) that the module is in. In-place
           operators and views are followed or refused, never misread. The caller's tensors are never changed.
-Cost      two runs of torch.export, 0.1 to 2 s each; nothing is run on real data.
+          What a graph cannot hold (hooks, counters, random numbers of Python's) is refused, never forgotten.
+Cost      two runs of torch.export, 0.1 to 2 s each; one more where the module fixes its batch or remembers something.
+          Nothing is run on real data.
 Failure   a module that torch.export cannot follow (a branch on the values of a tensor, ...) is a
-          `CaptureError` with the line of the module's own code and a way out.
+          `CaptureError` with the line of the module's own code and a way out; nothing else is raised.
 """
 
 import logging
@@ -25,12 +27,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.capturing.batch import follow_batch
 from shoal.capturing.functional import doubtful_write, has_hidden_writes, operator_of
-from shoal.capturing.place import line_of, line_of_error
-from shoal.capturing.prepare import prepare
+from shoal.capturing.place import line_of
+from shoal.capturing.prepare import make_differentiable, prepare
 from shoal.capturing.reader import Reading, counting_nodes, read
 from shoal.capturing.signature import Call, bind
+from shoal.capturing.tracing import Traced, first_line, refuse_differences, refuse_kept_activations, told, trace
+from shoal.capturing.watching import refuse_hooks, without_autocast
 from shoal.errors import CaptureError
-from shoal.graph import LayerGraph
+from shoal.graph import LayerGraph, same_graph
 from shoal.operators.base import Op
 from shoal.operators.registry import WHOLE, draws, rule_for
 
@@ -64,17 +68,29 @@ def capture_call(model: nn.Module, call: Call) -> Reading:
             f"the network {type(model).__name__} was given no tensor.", "Pass an example of every tensor it is fed."
         )
     batch = batch_of(call.tensors)
-    with _ONE_AT_A_TIME, _quiet(), torch.enable_grad():
-        reading = read(_functional(model, call), model, batch)
+    with _ONE_AT_A_TIME, _quiet(), torch.enable_grad(), without_autocast(), told(model, call.tensors):
+        refuse_hooks(model)
+        reading, traced = _read(model, call, batch)
         _refuse_unknown_draws(reading.graph)
-        larger = replace(call, tensors=tuple(_doubled(tensor, batch) for tensor in call.tensors))
-        try:
-            doubled = read(_functional(model, larger), model, 2 * batch)
-        except CaptureError:  # some operator does not work for another batch
-            return reading
-        if not reading.returned.same_as(doubled.returned):
-            return reading
-        return replace(reading, graph=follow_batch(reading.graph, reading.states, doubled.graph, doubled.states))
+        found = _following(model, call, reading)
+        if traced.changes or not found.any_batch:  # perhaps it does something else in every pass
+            with traced.as_left():
+                again, second = _read(model, call, batch)
+            refuse_differences(traced, second, same_graph(reading.graph, again.graph))
+        return replace(reading, graph=found)
+
+
+def _following(model: nn.Module, call: Call, reading: Reading) -> LayerGraph:
+    """The graph, for any batch where a second trace with twice the batch says so."""
+    batch = reading.graph.batch
+    larger = replace(call, tensors=tuple(_doubled(tensor, batch) for tensor in call.tensors))
+    try:
+        doubled, _ = _read(model, larger, 2 * batch)
+    except CaptureError:  # some operator does not work for another batch
+        return reading.graph
+    if not reading.returned.same_as(doubled.returned):
+        return reading.graph
+    return follow_batch(reading.graph, reading.states, doubled.graph, doubled.states)
 
 
 def batch_of(tensors: Sequence[Tensor]) -> int:
@@ -82,18 +98,28 @@ def batch_of(tensors: Sequence[Tensor]) -> int:
     return tensors[0].shape[0] if tensors[0].ndim else 1
 
 
-def _functional(model: nn.Module, call: Call) -> ExportedProgram:
+def _read(model: nn.Module, call: Call, batch: int) -> tuple[Reading, Traced]:
+    """One trace, and what it says."""
+    traced = _functional(model, call)
+    reading = read(traced.program, model, batch)
+    return replace(reading, graph=replace(reading.graph, autocast=traced.autocast)), traced
+
+
+def _functional(model: nn.Module, call: Call) -> Traced:
     """An exported program in which no operator changes a tensor that is read under another name."""
-    program = _export(model, call)
+    traced = trace(model, *call.arguments(call.tensors))
+    program = traced.program
     prepare(program)
+    refuse_kept_activations(traced)
     if (node := doubtful_write(program.graph)) is not None:
         raise CaptureError(
             f"the network changes a tensor in place that may be another tensor too{line_of(node)}.",
             "Write the new values to a new tensor.",
         )
     if has_hidden_writes(program.graph, set(counting_nodes(program))):
-        program = _without_writes(program, model)  # slow, and right in every case
-    return program
+        traced = replace(traced, program=_without_writes(program, model))  # slow, and right in every case
+        make_differentiable(traced.program)
+    return traced
 
 
 def _without_writes(program: ExportedProgram, model: nn.Module) -> ExportedProgram:
@@ -102,41 +128,10 @@ def _without_writes(program: ExportedProgram, model: nn.Module) -> ExportedProgr
     except Exception as error:
         raise CaptureError(
             f"the network {type(model).__name__} changes tensors in place in a way that torch cannot take apart: "
-            f"{_first_line(error)}.",
+            f"{first_line(error)}.",
             "Write new values to new tensors where views of the old ones are still used.",
         ) from error
     return functional
-
-
-def _export(model: nn.Module, call: Call) -> ExportedProgram:
-    args, kwargs = call.arguments(call.tensors)
-    try:
-        return torch.export.export(model, args, kwargs, strict=False)
-    except Exception as error:
-        if _depends_on_values(error):
-            problem = "what it does next depends on the values of a tensor"
-            remedy = "Write it without the decision (torch.where, or a fixed setting), or leave that part of the "
-            remedy += "network outside of shoal.parallelize."
-        else:
-            problem = _first_line(error)
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
-            remedy = f"Check that the network itself runs on an input of shape {shapes}; if it does, torch.export "
-            remedy += "cannot follow that line, and the part must be rewritten or left outside of shoal.parallelize."
-        raise CaptureError(
-            f"the network {type(model).__name__} cannot be captured{line_of_error(error)}: {problem}.", remedy
-        ) from error
-
-
-def _depends_on_values(error: Exception) -> bool:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError"}) or (
-        "data-dependent" in str(error)
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def _doubled(tensor: Tensor, batch: int) -> Tensor:

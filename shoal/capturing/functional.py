@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from shoal.capturing.functions import may_be_its_input
 from shoal.graph import Layer
+from shoal.operators.base import Operator, operator_named
 from shoal.operators.registry import facts_of
 
 
@@ -48,11 +50,9 @@ def twin(target: OpOverload) -> OpOverload | None:
     return None
 
 
-def operator_of(layer: Layer) -> OpOverload:
+def operator_of(layer: Layer) -> Operator:
     """The torch operator that a layer names."""
-    namespace, word, overload = layer.op.split(".", 2)
-    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
-    return found
+    return operator_named(layer.op)
 
 
 def has_hidden_writes(graph: Graph, counters: set[Node]) -> bool:
@@ -94,7 +94,8 @@ def _doubtful_links(graph: Graph) -> dict[int, set[int]]:
     """For pieces of memory those others that they may be."""
     links: dict[int, set[int]] = {}
     for node in graph.nodes:
-        if facts_of(str(node.target)).may_be_input(len(node.all_input_nodes)):
+        name = str(node.target)
+        if facts_of(name).may_be_input(len(node.all_input_nodes)) or may_be_its_input(name):
             results = [memory_of(result) for result in (node, *node.users)]
             one = {memory for memory in map(memory_of, node.all_input_nodes) if memory is not None}
             other = {memory for memory in results if memory is not None}

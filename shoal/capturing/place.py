@@ -1,6 +1,8 @@
 """Where in the user's own code something happened: the deepest line outside of torch and Shoal."""
 
+import linecache
 import re
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -10,7 +12,9 @@ from torch.fx import Node
 
 _TORCH = str(Path(torch.__file__).parent)
 _PYTHON = sysconfig.get_paths()["stdlib"]
+_DECORATORS = str(Path(_TORCH) / "utils" / "_contextlib.py")
 _CAPTURING = str(Path(__file__).parent)
+_TRACING = str(Path(__file__).with_name("tracing.py"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n\s*(?P<code>[^\n]*)')
 
 
@@ -29,6 +33,28 @@ def line_of_error(error: BaseException) -> str:
         (frame.filename, frame.lineno or 0, frame.line or "") for frame in traceback.extract_tb(error.__traceback__)
     ]
     return _deepest([frame for frame in frames if not frame[0].startswith((_CAPTURING, "<"))])
+
+
+def line_now() -> str:
+    """` at file:line (code)` of the line of the network that is being run."""
+    frames = []
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if file == _TRACING:  # from here on it is the caller's
+            break
+        if not file.startswith((_CAPTURING, "<")):
+            frames.append((file, number, linecache.getline(file, number).strip()))
+    return _deepest(frames[::-1])
+
+
+def called_by_network() -> bool:
+    """Whether it is the network's own line that called torch just now, not torch itself."""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        passing = frame.f_code.co_name == "__torch_function__" or file.startswith(_CAPTURING) or file == _DECORATORS
+        if not passing:
+            return not file.startswith(_TORCH)
+    return False
 
 
 def _deepest(frames: list[tuple[str, int, str]]) -> str:

@@ -1,21 +1,26 @@
-"""Two things that torch.export writes down in a way that is easily misread, rewritten before anybody reads them.
+"""Things that torch.export writes down in a way that is easily misread, rewritten before anybody reads them.
 
     with torch.no_grad(): ...    a graph of its own, which torch's functionalisation later forgets to be without
                                  gradients; here its lines are inlined and its results end in `detach`
+    with torch.autocast(): ...   a graph of its own too; here its lines are inlined with their casts (casting.py)
     dropout in evaluation        its own input, which torch.export takes for a copy; here it is left out
 
 Refuses   an in-place operator outside of autograd's sight (under no_grad or through `detach`) on a tensor that
           autograd follows: values change there and gradients do not, which a functional graph cannot say.
+          Shapes that depend on values, and whatever is no operator (torch.vmap, torch.cond).
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from shoal.capturing.casting import OFF, Region, casts_of
 from shoal.capturing.functional import arguments_of, changed_memory, memory_of, written_nodes
 from shoal.capturing.place import line_of
 from shoal.errors import CaptureError
@@ -24,12 +29,25 @@ from shoal.operators.registry import facts_of
 _NO_GRAD = "shoal.no_grad"
 """Mark on nodes that stood in a region without gradients."""
 
+_CAST = "shoal.cast"
+"""Mark on nodes whose autocast is settled."""
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_SCATTERS = (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
+_PLAIN, _TO_REAL = torch.ops.aten.resolve_conj.default, torch.ops.aten.view_as_real.default
+_PYTHONS = tuple(vars(operator).values())
+"""Python's own functions, which torch.export uses on numbers and lists."""
+_TRANSFORMS = ("add_batch_dim", "remove_batch_dim", "vmap_increment_nesting", "vmap_decrement_nesting", "make_dual",
+               "lazy_load_decompositions", "jvp_increment_nesting", "enter_dual_level")  # fmt: skip
+
 
 def prepare(program: ExportedProgram) -> None:
     """Rewrite an exported program in place, so that what is left is plain operators with plain meaning."""
     module = program.graph_module
     with module._set_replace_hook(program.graph_signature.get_replace_hook()):
         _inline_regions(module)
+        _refuse_unreadable(module.graph)
         _drop_dropouts(module.graph)
     module.graph.lint()
     module.recompile()
@@ -37,16 +55,66 @@ def prepare(program: ExportedProgram) -> None:
     _refuse_unseen_writes(module.graph, followed={*signature.inputs_to_parameters, *signature.user_inputs})
 
 
+def make_differentiable(program: ExportedProgram) -> None:
+    """Rewrite what torch's functionalisation makes of a write to a part of a complex tensor: it has no derivative."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target in _SCATTERS and isinstance(value, Tensor) and value.is_complex():
+            given: list[Any] = [*node.args, *[0] * (3 - len(node.args))]
+            whole, part, dim, *others = given
+            with graph.inserting_before(node):
+                pieces = [_added(graph, node, _TO_REAL, _added(graph, node, _PLAIN, one)) for one in (whole, part)]
+                real = _added(graph, node, node.target, *pieces, dim % value.ndim, *others, **node.kwargs)
+                made = _added(graph, node, torch.ops.aten.view_as_complex.default, real)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+def _added(graph: Graph, like: Node, operator: Any, *arguments: Any, **named: Any) -> Node:
+    node = graph.call_function(operator, arguments, named)
+    values = [one.meta["val"] if isinstance(one, Node) else one for one in arguments]
+    node.meta = {**like.meta, "val": operator(*values, **named)}
+    return node
+
+
+def _refuse_unreadable(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, OpOverload) and node.target not in _PYTHONS:
+            name = getattr(node.target, "__name__", str(node.target)).strip("_")
+            what = "torch.vmap or another transform of torch.func" if name in _TRANSFORMS else name
+            raise CaptureError(
+                f"the network uses {what}{line_of(node)}, which a plan cannot follow.",
+                "Write it with operators on the whole batch, or leave that part outside of shoal.parallelize.",
+            )
+        values = node.meta.get("val")
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+                raise CaptureError(
+                    f"the shape of a tensor depends on values{line_of(node)}: the result of {node.target}.",
+                    "Keep the shape fixed (torch.where, a mask that is multiplied, topk with a fixed k), or leave that "
+                    "part of the network outside of shoal.parallelize.",
+                )
+
+
 def _inline_regions(module: GraphModule) -> None:
+    """Write the lines of inner graphs into the outer one."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+        if node.op != "call_function" or node.target not in (_SET_GRAD, _AUTOCAST):
             continue
-        enabled, region, *arguments = node.args
+        if node.target is _SET_GRAD:
+            enabled, region, *arguments = node.args
+            casting = OFF
+        else:
+            device, dtype, on, _, region, *arguments = node.args
+            enabled, casting = True, Region(device, dtype, on)
         inner: GraphModule = getattr(module, region.target)
         _inline_regions(inner)
         with graph.inserting_before(node):
-            results = _copied(inner.graph, graph, arguments, no_grad=not enabled)
+            results = _copied(inner.graph, graph, arguments, no_grad=not enabled, casting=casting)
             if not enabled:
                 results = [_detached(graph, result) for result in results]
         for user in list(node.users):  # one getitem for each result
@@ -57,7 +125,7 @@ def _inline_regions(module: GraphModule) -> None:
             graph.erase_node(region)
 
 
-def _copied(inner: Graph, outer: Graph, arguments: Sequence[Any], *, no_grad: bool) -> list[Any]:
+def _copied(inner: Graph, outer: Graph, arguments: Sequence[Any], *, no_grad: bool, casting: Region = OFF) -> list[Any]:
     """The lines of `inner`, written into `outer`; what they return."""
     given = iter(arguments)
     copies: dict[Node, Any] = {}
@@ -65,11 +133,20 @@ def _copied(inner: Graph, outer: Graph, arguments: Sequence[Any], *, no_grad: bo
         if node.op == "placeholder":
             copies[node] = next(given)
         elif node.op == "call_function":
-            copies[node] = outer.node_copy(node, lambda old: copies[old])
+            casts = {} if node.meta.get(_CAST) else casts_of(node, casting)
+            here = {**copies, **{old: _cast(outer, copies[old], dtype, node) for old, dtype in casts.items()}}
+            copies[node] = outer.node_copy(node, here.__getitem__)
             copies[node].meta.setdefault(_NO_GRAD, no_grad)
+            copies[node].meta[_CAST] = node.meta.get(_CAST, casting is not OFF)  # the innermost autocast counts
         elif node.op == "output":
             return [copies[value] if isinstance(value, Node) else value for value in node.args[0]]
     raise AssertionError("a graph ends with its output")
+
+
+def _cast(graph: Graph, value: Node, dtype: torch.dtype, reader: Node) -> Node:
+    node = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
+    node.meta = {"val": value.meta["val"].to(dtype), "stack_trace": reader.meta.get("stack_trace"), _CAST: True}
+    return node
 
 
 def _detached(graph: Graph, value: Any) -> Any:

@@ -15,10 +15,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from shoal.capturing.functional import arguments_of, functional_names, twin
+from shoal.capturing.functions import function_of, is_function
 from shoal.capturing.place import line_of
 from shoal.capturing.signature import Returned
 from shoal.errors import CaptureError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
+from shoal.operators.functions import NAMESPACE, WORD
 from shoal.operators.registry import facts_of
 
 
@@ -171,6 +173,10 @@ class _Reader:
         assert isinstance(call.target, OpOverload)
         op, word = functional_names(call.target)
         arguments = self._arguments(call)
+        if is_function(op):
+            function = function_of(arguments["call"])
+            op, word = f"{NAMESPACE}.{WORD}.{function.name}", function.cls.__name__
+            arguments = {**arguments, "call": function}
         layer = Layer(self.names.of_layer(call, word), op, arguments, _spec(node.meta["val"]), result)
         self.layers[layer.name] = layer
         self.references[node] = Value(layer.name)

@@ -23,8 +23,8 @@ from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.states import ShardedStates
 from shoal.execution.step import Request
 from shoal.execution.tree import Tree
-from shoal.execution.variants import Form, Ready, Variant, capture_form, first_difference, groups_of
-from shoal.graph import LayerGraph
+from shoal.execution.variants import Form, Ready, Variant, capture_form, groups_of
+from shoal.graph import LayerGraph, fingerprint, same_graph
 from shoal.lowering.boundary import Boundary, even_shares, follows_batch, input_tiles
 from shoal.moves import Layout
 from shoal.plan import Plan
@@ -362,12 +362,12 @@ class Caller:
 
 def compare_graphs(graph: LayerGraph, transport: Transport) -> None:
     """Refuse on all ranks where they have captured different networks. A collective."""
-    digests = transport.gather_objects(_graph_digest(graph))
+    digests = transport.gather_objects(fingerprint(graph))
     if len(set(digests)) == 1:
         return
     graphs = transport.gather_objects(graph)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    difference = first_difference(graphs[0], graphs[rank]) or "their arguments"
+    difference = same_graph(graphs[0], graphs[rank]) or "their arguments"
     raise RunError(
         f"rank 0 and rank {rank} have different networks: {difference}.",
         "Build the same network on all ranks. Python's random numbers, the rank's own number or the time must not "
@@ -378,12 +378,6 @@ def compare_graphs(graph: LayerGraph, transport: Transport) -> None:
 def own_inputs(graph: LayerGraph) -> tuple[str, ...]:
     """The network's own inputs, without the loss's targets."""
     return tuple(name for name in graph.inputs if name not in graph.targets)
-
-
-def _graph_digest(graph: LayerGraph) -> str:
-    layers = [(one.name, one.op, one.result, repr(dict(one.arguments)), repr(one.output)) for one in graph.layers]
-    everything = (layers, repr(dict(graph.inputs)), repr(dict(graph.states)), graph.outputs)
-    return hashlib.blake2b(repr(everything).encode(), digest_size=16).hexdigest()
 
 
 def _numbers(row: Told) -> list[float]:

@@ -25,7 +25,7 @@ from shoal.capturing.signature import Call, Returned, bind, single
 from shoal.errors import PlanError
 from shoal.execution.loss import Loss, LossTail, join_loss
 from shoal.execution.states import shard_of
-from shoal.graph import LayerGraph, TensorSpec
+from shoal.graph import LayerGraph, same_graph
 from shoal.lowering.boundary import Boundary, step_program
 from shoal.lowering.program import Compute, Program, first_uses, layer_groups
 from shoal.moves import Layout
@@ -102,7 +102,7 @@ class Variant:
         """Whether the captured graph, taken to another number of samples, is the one that was traced with it."""
         if not self.form.graph.holds_for(traced.graph.batch) or not self.form.returned.same_as(traced.returned):
             return False
-        if first_difference(self.form.graph.at_batch(traced.graph.batch), traced.graph) is not None:
+        if same_graph(self.form.graph.at_batch(traced.graph.batch), traced.graph) is not None:
             return False
         constants = [name for name, tensor in traced.states.items() if not isinstance(tensor, FakeTensor)]
         return all(
@@ -178,31 +178,8 @@ def _is_shape(given: Any) -> bool:
     )
 
 
-def first_difference(one: LayerGraph, other: LayerGraph) -> str | None:
-    """What two graphs do not have in common, for people; None where they are the same network."""
-    names, others = [layer.name for layer in one.layers], [layer.name for layer in other.layers]
-    for mine, theirs in zip(one.layers, other.layers, strict=False):
-        if mine.name != theirs.name:
-            return f"layer {mine.name!r} against {theirs.name!r}"
-        if (mine.op, mine.result, mine.output.shape) != (theirs.op, theirs.result, theirs.output.shape):
-            return f"layer {mine.name!r}: {mine.op} to {mine.output.shape} against {theirs.op} to {theirs.output.shape}"
-        for argument, value in mine.arguments.items():
-            if repr(value) != repr(theirs.arguments.get(argument)):
-                return f"layer {mine.name!r}: {argument}={value} against {theirs.arguments.get(argument)}"
-    if len(names) != len(others):
-        longer = names if len(names) > len(others) else others
-        return f"layer {longer[min(len(names), len(others))]!r} is in one of them only"
-    if _shapes(one.inputs) != _shapes(other.inputs) or _shapes(one.states) != _shapes(other.states):
-        return "inputs or parameters have other shapes"
-    return None if one.outputs == other.outputs else f"results {one.outputs} against {other.outputs}"
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _shapes(specs: Mapping[str, TensorSpec]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, spec.shape, spec.dtype) for name, spec in specs.items()]
 
 
 def _shrunk(planned: Cut, graph: LayerGraph, name: str) -> Cut:

@@ -12,6 +12,7 @@ from shoal.cluster import Cluster
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.finding import cache
 from shoal.finding.race import Finish, race, time_steps
+from shoal.graph import fingerprint
 from shoal.lowering.boundary import IO, Boundary
 from shoal.partition import Cut
 from shoal.plan import Plan
@@ -59,7 +60,7 @@ def cost_model(
 ) -> CostModel:
     """The cost model of a captured network's training step. Measured speeds are taken as they are for this network."""
     if isinstance(speeds, Measured):
-        factor = speeds.timings.in_situ.get(cache.graph_fingerprint(captured.graphs[True]), 1.0)
+        factor = speeds.timings.in_situ.get(fingerprint(captured.graphs[True]), 1.0)
         speeds = replace(speeds, dtype=dtype_name(captured), in_situ=factor)
     parameters = [t for t in captured.states.values() if t.is_floating_point()]
     return CostModel(
@@ -126,7 +127,7 @@ def measured_speeds(
     dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
     flowing = flowing_values(graph)
     timings = profile(stages, flowing, transport, captured.device, dtype=dtype, known=known, progress=progress)
-    network = cache.graph_fingerprint(graph)
+    network = fingerprint(graph)
     if network not in timings.in_situ:
         progress(0, 1, "some real steps")
         factor = _in_situ(captured, transport, timings)
@@ -185,7 +186,7 @@ def choose_plan(
     all ranks.
     """
     key = cache.fingerprint(
-        _machine_key(transport, captured.device), cache.graph_fingerprint(captured.graphs[True]), transport.world, io,
+        _machine_key(transport, captured.device), fingerprint(captured.graphs[True]), transport.world, io,
         batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes,
     )  # fmt: skip
     before = cache.load_choice(key) if transport.rank == 0 and not fresh else None

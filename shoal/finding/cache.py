@@ -11,7 +11,6 @@ import platformdirs
 
 from shoal.errors import InputError, PlanError
 from shoal.files import write_text_atomically
-from shoal.graph import LayerGraph
 from shoal.plan import Plan
 from shoal.timings import Timings
 
@@ -24,12 +23,6 @@ def folder() -> Path:
 def fingerprint(*what: object) -> str:
     """A short name for anything that prints the same each time."""
     return hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
-
-
-def graph_fingerprint(graph: LayerGraph) -> str:
-    """The same for networks whose layers, shapes and types are the same."""
-    layers = [(layer.name, layer.op, sorted((k, str(v)) for k, v in layer.arguments.items())) for layer in graph.layers]
-    return fingerprint(layers, sorted((k, v.shape, v.dtype) for k, v in graph.specs.items()))
 
 
 def load_timings(key: str) -> Timings | None:

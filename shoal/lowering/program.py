@@ -364,7 +364,10 @@ def layer_groups(program: Program) -> set[tuple[int, ...]]:
     """The groups of ranks that rules may sum over: parts that differ in any choice of a layer's cut axes."""
     found: set[tuple[int, ...]] = set()
     for one in program.instructions:
-        if isinstance(one, Compute) and not one.placed.copies:
+        if isinstance(one, Compute) and one.placed.copies:
+            if one.placed.rule.sums(one.placed.op, {}, frozenset(), {}, local=False):
+                found.add(tuple(range(program.ranks)))
+        elif isinstance(one, Compute):
             letters = sorted(one.placed.cut_letters)
             overs = ["".join(chosen) for size in range(1, len(letters) + 1) for chosen in combinations(letters, size)]
             ranks = [rank for rank, part in enumerate(one.placed.parts) if part is not None]

@@ -80,7 +80,7 @@ def step_traffic(
                 _note(found, one.label, _moved(one.moves, rank, itemsize[one.value], runs, back=one.value in flowing))
             case Compute():
                 name = one.placed.layer.name
-                back = any(read in flowing for read in one.placed.layer.reads)
+                back = name in flowing if one.placed.copies else any(read in flowing for read in one.placed.layer.reads)
                 _note(found, name, _summed(one.placed, rank, itemsize[name], runs, back, local_statistics))
     shards = []
     for name in trainable:

@@ -13,13 +13,14 @@ docs/add_an_operator.md shows how.
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.graph import Layer, State, Value
+from shoal.operators.functions import FUNCTION, NAMESPACE, WORD, FunctionOperator, with_whole_gradient
 from shoal.partition import Box, Span, volume, whole
 
 _LETTERS = {0: "", 1: "n", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
@@ -70,6 +71,18 @@ class Need:
         return tuple(len(span) + sum(p) for span, p in zip(self.box, pad, strict=True))
 
 
+Operator = torch._ops.OpOverload | FunctionOperator
+
+
+def operator_named(name: str) -> Operator:
+    """The torch operator, or the user's own function, that a layer names: `aten.conv2d.default`."""
+    namespace, word, overload = name.split(".", 2)
+    if (namespace, word) == (NAMESPACE, WORD):
+        return FUNCTION
+    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
+    return found
+
+
 @dataclass(frozen=True)
 class Op:
     """A layer with the shapes of its tensors at hand."""
@@ -85,11 +98,9 @@ class Op:
         return self.layer.arguments[argument]
 
     @property
-    def operator(self) -> torch._ops.OpOverload:
+    def operator(self) -> Operator:
         """The torch operator itself."""
-        namespace, word, overload = self.layer.op.split(".", 2)
-        found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
-        return found
+        return operator_named(self.layer.op)
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -332,7 +343,14 @@ class Whole(Rule):
     def writes(self, op: Op, part: Part) -> Box:
         return whole(op.out)
 
+    def sums(
+        self, op: Op, part: Part, cut: frozenset[str], parts: Mapping[str, int], *, local: bool
+    ) -> tuple[GroupSum, ...]:
+        return (GroupSum("", volume(whole(op.out)), forward=False),) if op.operator is FUNCTION else ()
+
     def run(self, call: Call) -> Tensor:
+        if call.op.operator is FUNCTION:
+            return with_whole_gradient(lambda tensors: replace(call, tensors=tensors).torch(), call.tensors, call.peers)
         draws = torch.Tag.nondeterministic_seeded in call.op.operator.tags
         with call.random.in_step() if draws else nullcontext():
             return call.torch()

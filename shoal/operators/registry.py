@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from shoal.graph import LayerGraph
 from shoal.operators import elementwise, losses, norms, products, views, windows
-from shoal.operators.base import Facts, Op, Rule, Whole
+from shoal.operators.base import Facts, Op, Operator, Rule, Whole
 
 _ELEMENTWISE = """
     ceil eq floor ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt masked_fill ne neg
@@ -116,7 +115,7 @@ def facts_of(operator: str) -> Facts:
     return _KNOWN.get(word) or _KNOWN.get(word.removesuffix("_"), _UNKNOWN)
 
 
-def draws(operator: OpOverload, arguments: Mapping[str, Any]) -> bool:
+def draws(operator: Operator, arguments: Mapping[str, Any]) -> bool:
     """Whether an operator, called so, draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags and facts_of(str(operator)).draws(arguments)
 

@@ -273,7 +273,7 @@ class _Player:
         return max((level.contention for level in self.cluster.levels), default=0.0)
 
     def _sums(self, placed: Placed, part: Part, row: LayerPrice, *, backward: bool) -> None:
-        if placed.copies or not placed.cut.degrees:
+        if not placed.copies and not placed.cut.degrees:
             return
         parts = dict(placed.cut.degrees)
         for one in placed.rule.sums(

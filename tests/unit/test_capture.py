@@ -613,11 +613,6 @@ def may_be_its_input(m: Net, x: Tensor) -> Any:
     return y * 2
 
 
-def lowers_precision(m: Net, x: Tensor) -> Any:
-    with torch.autocast("cpu"):
-        return m.conv(x)
-
-
 def drops_attention(m: Net, x: Tensor) -> Any:
     y = m.conv(x)
     return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
@@ -642,7 +637,6 @@ REFUSED: dict[Function, str] = {
     changes_a_parameter: r"in place where autograd does not see it",
     changes_a_buffer: r"changes its buffer 'table'",
     may_be_its_input: r"may be another tensor too",
-    lowers_precision: r"wrap_with_autocast(.|\n)*around the call",
     drops_attention: r"'scaled_dot_product_attention' draws random numbers",
     draws: r"'randn_like' draws random numbers",
     does_not_run: r"test_capture.py:\d+ (.|\n)*runs on an input of shape \(4, 3, 6, 6\)",
