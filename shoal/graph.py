@@ -113,11 +113,9 @@ class LayerGraph:
     training: bool
     batch: int
     any_batch: bool
-    """Whether `at_batch` can give the graph for other numbers of samples, from `smallest_batch` on."""
+    """Whether `at_batch` can give the graph for other numbers of samples, as far as two traces tell."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Buffers that count forward passes in training (batch norm's `num_batches_tracked`), and by how much."""
-    smallest_batch: int = 1
-    """The fewest samples that the network takes; some read rows by number, such as `x[1:3]`."""
     targets: tuple[str, ...] = ()
     """The inputs that a loss at the end compares the result with."""
     autocast: str = ""
@@ -131,11 +129,11 @@ class LayerGraph:
     def batch_dim(self, name: str) -> int | None:
         """The dim of a value that counts samples, one row each; None where it has none.
 
-        Where the graph does not follow the batch, the one dim that has its size. A `ValueError` says why it cannot
-        be told.
+        Where traces of two batches do not tell, the one dim that has the batch's size. A `ValueError` says why it
+        cannot be told.
         """
         spec = self.specs[name]
-        if not self.any_batch:
+        if not self.any_batch and not spec.per_sample:
             dims = [dim for dim, size in enumerate(spec.shape) if size == self.batch]
             if len(dims) > 1:
                 raise ValueError(f"dims {dims} of {name!r}, {spec.shape}, all have the size of the batch")
@@ -159,7 +157,7 @@ class LayerGraph:
 
     def holds_for(self, batch: int) -> bool:
         """Whether `at_batch` can give the graph for this number of samples."""
-        return batch == self.batch or (self.any_batch and batch >= self.smallest_batch)
+        return batch == self.batch or self.any_batch
 
     def at_batch(self, batch: int) -> "LayerGraph":
         """The same network for another number of samples. Costs no new capture."""
@@ -222,5 +220,5 @@ def fingerprint(graph: LayerGraph) -> str:
         for layer in graph.layers
     ]
     others = [sorted((k, str(v)) for k, v in each.items()) for each in (graph.inputs, graph.states, graph.counters)]
-    what = (layers, others, graph.outputs, graph.training, graph.batch, graph.any_batch, graph.smallest_batch)
+    what = (layers, others, graph.outputs, graph.training, graph.batch, graph.any_batch)
     return blake2b(repr(what).encode(), digest_size=8).hexdigest()

@@ -3,8 +3,8 @@
 The network is captured twice, the second time with twice the batch, and the two graphs are laid side by side.
 A number that doubled counts something per sample; one that stayed does not; anything else (another operator, a
 number that grew otherwise, another constant), and the graph holds for its own batch only. So it is the network's
-own code that says what follows the batch, be it a shape, a `view`, or a division by `x.shape[0]`. Where some layer
-might read rows by number, the graph is run on shapes alone to find the smallest batch that it holds for.
+own code that says what follows the batch, be it a shape, a `view`, or a division by `x.shape[0]`. That it does so for
+any batch is a guess, which whoever runs another batch proves by one more trace (`execution/variants.py`).
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from shoal.capturing.functional import operator_of
-from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
-from shoal.operators.base import Op
-from shoal.operators.registry import WHOLE, facts_of, rule_for
+from shoal.graph import Layer, LayerGraph, TensorSpec
 
 
 class FixedBatchError(ValueError):
@@ -33,7 +29,7 @@ def follow_batch(
 ) -> LayerGraph:
     """`graph` with what it has per sample; `doubled` is the same network's for twice the batch.
 
-    A graph that holds for its own batch only is returned as it is.
+    Of a graph that holds for its own batch only, only the results are marked with what they have per sample.
     """
     try:
         _same(list(graph.inputs), list(doubled.inputs))
@@ -48,8 +44,42 @@ def follow_batch(
             any_batch=True,
         )
     except FixedBatchError:
+        return mark_samples(graph, doubled)
+    return found
+
+
+def mark_samples(graph: LayerGraph, other: LayerGraph) -> LayerGraph:
+    """`graph` with what its results have per sample, as `other`, of another batch of the same network, shows.
+
+    A result that does not grow evenly, or that the other does not have, is left as it is.
+    """
+    if len(graph.outputs) != len(other.outputs):
         return graph
-    return replace(found, smallest_batch=_smallest_batch(found))
+    marks = {
+        name: mark
+        for name, theirs in zip(graph.outputs, other.outputs, strict=True)
+        if (mark := _rows_per_sample(graph, name, other, theirs)) is not None
+    }
+    layers = [
+        replace(layer, output=replace(layer.output, per_sample=marks[layer.name])) if layer.name in marks else layer
+        for layer in graph.layers
+    ]
+    return replace(graph, layers=tuple(layers))
+
+
+def _rows_per_sample(graph: LayerGraph, name: str, other: LayerGraph, theirs: str) -> tuple[int, ...] | None:
+    mine, its = graph.specs[name].shape, other.specs[theirs].shape
+    if len(mine) != len(its):
+        return None
+    found = []
+    for size, grown in zip(mine, its, strict=True):
+        if size == grown:
+            found.append(0)
+        elif size * other.batch == grown * graph.batch and size % graph.batch == 0:
+            found.append(size // graph.batch)
+        else:
+            return None
+    return tuple(found)
 
 
 def _same(one: object, other: object) -> None:
@@ -87,45 +117,3 @@ def _per_sample(one: Any, other: Any, batch: int) -> Any:
     if type(one) is not type(other) or not (one == other or (one != one and other != other)):  # nan is nan
         raise FixedBatchError(f"{one} becomes {other}")
     return 0
-
-
-def _smallest_batch(graph: LayerGraph) -> int:
-    """The fewest samples for which every layer has the shape that it should have."""
-    if not any(_may_count_rows(layer, graph) for layer in graph.layers):
-        return 1
-    return next((batch for batch in (1, 2) if batch < graph.batch and _shapes_hold(graph.at_batch(batch))), graph.batch)
-
-
-def _may_count_rows(layer: Layer, graph: LayerGraph) -> bool:
-    """Whether a layer may speak of rows by number; those that run whole may too."""
-    shapes = {name: graph.spec(reference).shape for name, reference in layer.tensors}
-    return facts_of(layer.op).counts_rows or rule_for(Op(layer, shapes)) is WHOLE
-
-
-def _shapes_hold(graph: LayerGraph) -> bool:
-    """Whether the layers, run on shapes alone, give the shapes that the graph says."""
-    with FakeTensorMode(), torch.no_grad():
-        tensors: dict[Value | State, Tensor] = {
-            **{State(name): _empty(spec) for name, spec in graph.states.items()},
-            **{Value(name): _empty(spec) for name, spec in graph.inputs.items()},
-        }
-        try:
-            for layer in graph.layers:
-                arguments = {name: _materialised(value, tensors) for name, value in layer.arguments.items()}
-                result: Any = operator_of(layer)(**arguments)
-                tensors[Value(layer.name)] = result if layer.result is None else result[layer.result]
-                if tuple(tensors[Value(layer.name)].shape) != layer.output.shape:
-                    return False
-        except Exception:  # operators complain about sizes in many ways
-            return False
-        return True
-
-
-def _empty(spec: TensorSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-
-
-def _materialised(value: Any, tensors: Mapping[Value | State, Tensor]) -> Any:
-    if isinstance(value, Value | State):
-        return tensors[value]
-    return [_materialised(item, tensors) for item in value] if isinstance(value, tuple) else value

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.capturing.batch import mark_samples
 from shoal.capturing.signature import Call, bind
 from shoal.errors import PeerError, RunError
 from shoal.execution.loss import Loss
@@ -317,7 +318,8 @@ class Caller:
             if variant.says(form):
                 variant.graphs[batch] = variant.form.graph.at_batch(batch)
             else:
-                variant.others[batch] = self._planned(form)
+                marked = mark_samples(form.graph, variant.form.graph)
+                variant.others[batch] = self._planned(replace(form, graph=marked))
         return variant.others.get(batch, variant)
 
     def _planned(self, form: Form) -> Variant:

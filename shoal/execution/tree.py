@@ -190,7 +190,8 @@ def copied(root: nn.Module) -> nn.Module:
 
     def copy_of(module: nn.Module) -> nn.Module:
         if id(module) not in made:
-            own = made[id(module)] = copy.copy(module)
+            own = made[id(module)] = type(module).__new__(type(module))  # not by copy: parametrized modules refuse it
+            own.__dict__.update(module.__dict__)
             for kind, value in module.__dict__.items():
                 if kind.startswith("_") and isinstance(value, dict | set):  # tensors, children and hooks
                     own.__dict__[kind] = copy.copy(value)

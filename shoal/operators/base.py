@@ -210,8 +210,6 @@ class Facts:
     """Whether every output feature reads every input feature: where the plan `owt` turns from samples to channels."""
     mixes_samples = False
     """Whether a sample's result depends on the others in training, which `batch_norm="local"` keeps within a share."""
-    counts_rows = False
-    """Whether it may speak of rows by number, so that it may not hold for fewer samples."""
     called = ""
     """What its layers are called, where its own word says little."""
 

@@ -98,8 +98,6 @@ class View(Reshape):
 class Squeeze(Reshape):
     """squeeze, which finds the dims of one row."""
 
-    counts_rows = True
-
 
 class PerhapsView(Facts):
     """type_as and others that return their input where they have nothing to do, though their signature denies it."""
@@ -153,7 +151,7 @@ def broadcast_box(out: Box, shape: tuple[int, ...]) -> Box:
 class Choose(Rule):
     """slice, split, chunk: rows of one dim, at a fixed distance. All dims of the output may be cut."""
 
-    view = counts_rows = True
+    view = True
 
     def _chosen(self, op: Op) -> tuple[int, int, int]:
         """(dim, first row, step) of the rows that are chosen."""
@@ -184,7 +182,7 @@ class Choose(Rule):
 class Select(Rule):
     """select: one row of one dim, which the output has no more."""
 
-    view = counts_rows = True
+    view = True
 
     def _dim(self, op: Op) -> int:
         return int(op["dim"]) % len(op.shapes["self"])
