@@ -88,11 +88,16 @@ def refuse_hooks(model: nn.Module) -> None:
                 "Remove it before shoal.parallelize; a torch.autograd.Function in forward may change gradients.",
             )
         for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
-            if not _home(hook).startswith(_ALLOWED_HOOKS):
+            if not keeps_nothing(hook):
                 raise CaptureError(
                     f"{where} has a forward hook ({_function_name(hook)}), which a parallel network would not call.",
                     "Remove it before shoal.parallelize. To see an inner value, return it as a further output.",
                 )
+
+
+def keeps_nothing(hook: Any) -> bool:
+    """Whether a module's hook is known to compute a part of the network and to keep nothing."""
+    return _home(hook).startswith(_ALLOWED_HOOKS)
 
 
 def _home(hook: Any) -> str:
