@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
+from shoal.capturing.watching import keeps_nothing
 from shoal.errors import RunError
 
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
@@ -79,7 +80,7 @@ class Tree:
 
     def _refuse_changes(self) -> None:
         for hooks, path in self._hooks:
-            if hooks and not all(isinstance(hook, _NotAlone) or _is_torchs(hook) for hook in hooks.values()):
+            if hooks and not all(map(keeps_nothing, hooks.values())):
                 raise RunError(
                     f"module {path!r} has a hook, which a network that is laid over ranks would never call.",
                     "Return the value from the network instead (it may return several), or register the hook on the "
@@ -204,12 +205,6 @@ def copied(root: nn.Module) -> nn.Module:
 
 def _is_plain(name: str, value: object) -> bool:
     return isinstance(value, _PLAIN) and (not name.startswith("_") or type(value) in (bool, int, float, str))
-
-
-def _is_torchs(hook: object) -> bool:
-    """Torch's and timm's own hooks compute something and keep nothing."""
-    made_in = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(made_in).split(".")[0] in ("torch", "timm")
 
 
 def _join(path: str, name: str) -> str:
