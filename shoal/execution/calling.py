@@ -210,12 +210,16 @@ class Caller:
         return call, tuple(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
 
     def _key(self, own: _Own) -> Key:
-        shapes = [tuple(tensor.shape) for tensor in own.call.tensors]
         floats = [tensor.is_floating_point() for tensor in own.call.tensors]
-        if self.boundary.io == "tile":  # the whole sizes are those it was captured with
-            graph = self.mode.form.graph
-            shapes = [graph.inputs[name].shape for name in own_inputs(graph)]
+        shapes, _ = self._whole_sizes(own)
         return self.tree.key(), own.call.form, _sizes(shapes, floats, own.follows), self.training
+
+    def _whole_sizes(self, own: _Own) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The shapes of inputs and targets, whole but for the samples: tiles are of the sizes that were captured."""
+        if self.boundary.io == "tile":
+            graph = self.mode.form.graph
+            return [graph.inputs[n].shape for n in own_inputs(graph)], [graph.inputs[n].shape for n in graph.targets]
+        return [tuple(one.shape) for one in own.call.tensors], [tuple(one.shape) for one in own.targets]
 
     def _refuse_misfits(self, own: _Own) -> None:
         """What is wrong with this rank's tensors; sizes are the caller's choice, but not those of tiles and targets."""
@@ -334,15 +338,19 @@ class Caller:
 
     def _trace(self, own: _Own, batch: int) -> Form:
         whole = {name: self.states.shapes[first] for name, first in self.states.names_of.items()}
-        with self.tree.whole(whole) as fakes, _plain_torch(self.device):
+        with _plain_torch(self.device), self.tree.whole(whole) as fakes:
 
-            def fake(tensor: Tensor, follows: bool) -> Tensor:
-                shape = (batch, *tensor.shape[1:]) if follows else tuple(tensor.shape)
+            def fake(tensor: Tensor, shape: tuple[int, ...], follows: bool) -> Tensor:
                 with fakes:
-                    return torch.empty(shape, dtype=tensor.dtype, device=self.device)
+                    size = (batch, *shape[1:]) if follows else shape
+                    return torch.empty(size, dtype=tensor.dtype, device=self.device)
 
-            call = replace(own.call, tensors=tuple(map(fake, own.call.tensors, own.follows)))
-            targets = [torch.empty((batch, *one.shape[1:]), dtype=one.dtype, device=self.device) for one in own.targets]
+            shapes, target_shapes = self._whole_sizes(own)
+            call = replace(own.call, tensors=tuple(map(fake, own.call.tensors, shapes, own.follows)))
+            targets = [
+                torch.empty((batch, *shape[1:]), dtype=one.dtype, device=self.device)
+                for one, shape in zip(own.targets, target_shapes, strict=True)
+            ]
             return capture_form(self.tree.root, call, self.laying.loss, self._target_like(targets))
 
     def _target_like(self, targets: Sequence[Tensor]) -> Any:

@@ -122,7 +122,9 @@ def draft_on_all(transport: Transport, source: nn.Module | Callable[[], nn.Modul
         return agree(transport, lambda: make_draft(source), "parallelize")
 
 
-def capture_on_all(transport: Transport, model: nn.Module, example: Any, loss: Loss | None, target: Any) -> Captured:
+def capture_on_all(
+    transport: Transport, model: nn.Module, example: Any, loss: Loss | None = None, target: Any = None
+) -> Captured:
     """`capture_modes` on all ranks. What one finds wrong all say, and different networks are refused."""
     captured = agree(transport, lambda: capture_modes(model, example, loss, target), "parallelize")
     for graph in captured.graphs.values():

@@ -22,7 +22,7 @@ from shoal.execution import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.laying import Captured, capture_on_all, lay
 from shoal.execution.whole import holders, tell_holders
 from shoal.finding import choose_plan
 from shoal.lowering.boundary import IO, even_shares
@@ -34,6 +34,7 @@ from shoal.profiling.profile import Progress
 from shoal.traffic import total
 from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 Shape = tuple[int, ...]
 
@@ -175,7 +176,7 @@ def lay_over_ranks(
 
     Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
     """
-    captured = capture_modes(model, shapes.train, F.cross_entropy)
+    captured = capture_on_all(transport, model, shapes.train, F.cross_entropy)
     plan: str | Plan = config.plan
     if plan == AUTO:
         plan = choose_plan(
@@ -186,7 +187,7 @@ def lay_over_ranks(
             racing=config.race,
             progress=planning_progress,
         ).plan
-    io = _io_for(plan, captured, transport.world)
+    io = agree(transport, lambda: _io_for(plan, captured, transport.world))
 
     def laid(captured: Captured) -> ParallelModule:
         return lay(
@@ -201,7 +202,7 @@ def lay_over_ranks(
         )
 
     module = laid(captured)
-    tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_modes(model, shapes.test))
+    tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
     return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), build)
 
 
