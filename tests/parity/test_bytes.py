@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import shoal
-from tests.parity.conftest import RunOnRanks
+from tests.conftest import RunOnRanks
 
 # (pixels, conv parameters, all parameters, sizes of the linear layers' inputs and of the last output)
 NETS = {

@@ -7,8 +7,8 @@ import torch
 
 from shoal.partition import Cut
 from shoal.plan import Plan
+from tests.conftest import RunOnRanks
 from tests.parity import features
-from tests.parity.conftest import RunOnRanks
 
 PLANS = ["data", "model", "2x2", "spatial"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal import zoo
 from shoal.partition import Cut
 from shoal.plan import Plan
-from tests.parity.conftest import RunOnRanks
+from tests.conftest import RunOnRanks
 from tests.parity.nets import random_net
 from tests.parity.plans import randomly
 from tests.parity.reference import compare_plan

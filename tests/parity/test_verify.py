@@ -5,8 +5,8 @@ import torch
 
 import shoal
 from shoal import zoo
+from tests.conftest import RunOnRanks
 from tests.parity import verify_cases as cases
-from tests.parity.conftest import RunOnRanks
 
 PLANS = ["data", "model", "owt", "spatial"]
 SOME = {("lenet5", "data"), ("alexnet", "owt"), ("acoustic", "model"), ("unet", "spatial"), ("lenet5", "2x2")}

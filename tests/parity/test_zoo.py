@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal import zoo
-from tests.parity.conftest import RunOnRanks
+from tests.conftest import RunOnRanks
 from tests.parity.plans import randomly
 from tests.parity.reference import compare_plan
 
