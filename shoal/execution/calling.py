@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.capturing.batch import mark_samples
 from shoal.capturing.signature import Call, bind
-from shoal.errors import PeerError, RunError
+from shoal.errors import RunError
 from shoal.execution.loss import Loss
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.states import ShardedStates
@@ -81,6 +81,11 @@ class _Own:
     key: Key = ()
     weight: float = 0.0
     problem: Exception | None = None
+
+    def check(self) -> None:
+        """Raise what is wrong with it."""
+        if self.problem is not None:
+            raise self.problem
 
 
 @dataclass
@@ -250,14 +255,8 @@ class Caller:
     # What all ranks were given
 
     def _refuse(self, table: Sequence[Told], own: _Own) -> None:
-        if own.problem is not None:
-            raise own.problem
-        wrong = [rank for rank, other in enumerate(table) if other.wrong]
-        if wrong:
-            raise PeerError(
-                f"{self.transport.show(wrong[:1])} cannot run the network as it was called; see its message.",
-                "Mend what that rank says.",
-            )
+        if any(other.wrong for other in table):
+            agree(self.transport, own.check, "forward")
         if len({other.records for other in table}) > 1:
             modes = [f"rank {rank} {'does' if other.records else 'does not'}" for rank, other in enumerate(table)]
             raise RunError(

@@ -207,7 +207,13 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state of the module, of whole tensors; each rank takes its shards."""
-        return self._tree.root.load_state_dict(state_dict, strict, assign)
+        if assign:
+            raise RunError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that are laid over the "
+                "ranks.",
+                "Load without assign, or load into the module before shoal.parallelize.",
+            )
+        return self._tree.root.load_state_dict(state_dict, strict)
 
     def shards(self) -> dict[str, Shard]:
         """This rank's part of every parameter and buffer, by name, and where it lies in the whole one."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from shoal.errors import InputError, PeerError
+from shoal.errors import PeerError, ShoalError
 from shoal.transport.base import Transport
 
 Result = TypeVar("Result")
@@ -16,15 +16,15 @@ class _Failed:
 
     what: str
     """Type and message, one line."""
-    input_error: InputError | None
-    """The error itself where it is about what the user gave."""
+    known: ShoalError | None
+    """The error itself where it is one of ours."""
 
 
 def agree(transport: Transport, attempt: Callable[[], Result], operation: str = "agree") -> Result:
     """`attempt` on all ranks. Where it fails on one it fails on all, so that nobody waits.
 
-    What is wrong with the user's input all ranks raise alike. Of any other error the rank itself raises its own, and
-    the others a PeerError with its words. `attempt` must not wait for other ranks: they may have failed in it.
+    An error of ours all ranks raise alike. Of any other one the rank itself raises its own, and the others a PeerError
+    with its words. `attempt` must not wait for other ranks: they may have failed in it.
     """
     error: Exception | None = None
     result = None
@@ -38,9 +38,9 @@ def agree(transport: Transport, attempt: Callable[[], Result], operation: str = 
         error = found
     told = transport.gather_objects(None if error is None else _told(error), operation)
     failed = {rank: one for rank, one in enumerate(told) if one is not None}
-    if error is not None and not isinstance(error, InputError):
+    if error is not None and not isinstance(error, ShoalError):
         raise error
-    wrong = {rank: one.input_error for rank, one in failed.items() if one.input_error is not None}
+    wrong = {rank: one.known for rank, one in failed.items() if one.known is not None}
     if wrong:
         rank, first = next(iter(wrong.items()))
         alone = len(wrong) < transport.world or len({str(one) for one in wrong.values()}) > 1
@@ -58,5 +58,5 @@ def agree(transport: Transport, attempt: Callable[[], Result], operation: str = 
 def _told(error: Exception) -> _Failed:
     lines = str(error).strip().splitlines() or [""]
     # made anew: it is pickled, and must not take along what hangs on the error
-    own = type(error)(error.problem, error.remedy) if isinstance(error, InputError) else None
+    own = type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None
     return _Failed(f"{type(error).__name__}: {lines[0]}".rstrip(": ."), own)
