@@ -146,18 +146,23 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     cut = [one for one in _shards(optimizer) if one[0]._states.is_cut(one[1])]
     if not cut:
         return
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+        raise RunError(
+            f"{type(optimizer).__name__} may look at a parameter as a whole, and this rank holds only a part of "
+            f"{cut[0][1]!r}.",
+            f"Use one that treats each element alone ({known}), or a plan that cuts no parameters, such as 'data' "
+            "or 'spatial'. If yours does treat each element alone, say so: shoal.elementwise_optimizer"
+            f"({type(optimizer).__name__}).",
+        )
     if optimizer not in _seen:
         _seen.add(optimizer)
-        if type(optimizer) not in _ELEMENTWISE:
-            known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
-            raise RunError(
-                f"{type(optimizer).__name__} may look at a parameter as a whole, and this rank holds only a part of "
-                f"{cut[0][1]!r}.",
-                f"Use one that treats each element alone ({known}), or a plan that cuts no parameters, such as 'data' "
-                "or 'spatial'. If yours does treat each element alone, say so: shoal.elementwise_optimizer"
-                f"({type(optimizer).__name__}).",
-            )
         optimizer.register_state_dict_post_hook(_whole_state)
+    _take_shards(optimizer, cut)
+
+
+def _take_shards(optimizer: Optimizer, cut: Iterable[tuple[ParallelModule, str, Tensor]]) -> None:
+    """Of whole tensors that an optimizer remembers, having loaded them, keep this rank's shards."""
     for network, name, parameter in cut:
         shape = network._states.shapes[name]
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -171,11 +176,11 @@ def _whole_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         numbers.update({id(p): number for p, number in zip(group["params"], saved["params"], strict=True)})
     states = dict(state_dict["state"])
-    for network, name, parameter in _shards(optimizer):
+    cut = [one for one in _shards(optimizer) if one[0]._states.is_cut(one[1])]
+    _take_shards(optimizer, cut)
+    for network, name, parameter in cut:
         number = numbers[id(parameter)]
-        if not network._states.is_cut(name):
-            continue
-        own = states.get(number, {})
+        own = dict(optimizer.state.get(parameter, {}))
         kinds = {key: isinstance(value, Tensor) and value.ndim > 0 for key, value in own.items()}
         everyone = [found for found in network._transport.gather_objects(kinds) if found]
         whole = dict(own)
