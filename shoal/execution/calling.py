@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.capturing.batch import mark_samples
@@ -79,8 +79,15 @@ class _Own:
     follows: tuple[bool, ...] = ()
     """Which tensors of the call have samples in dim 0."""
     key: Key = ()
+    besides: tuple[tuple[str, object], ...] = ()
+    """What no capture depends on, and ranks must have in common all the same, with words for it."""
     weight: float = 0.0
     problem: Exception | None = None
+
+    def digest(self) -> float:
+        """A number that is the same for equal calls, exact in a float."""
+        text = repr((self.key, self.besides))
+        return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
 
     def check(self) -> None:
         """Raise what is wrong with it."""
@@ -136,10 +143,10 @@ class Caller:
 
         Whatever keeps one rank from running it, or is different between them, is raised on all.
         """
-        own = self._read(args, kwargs)
+        own = self._read(args, kwargs, sync=sync)
         records = torch.is_grad_enabled()
         wishes = sum(1 << place for place, one in enumerate(own.call.tensors) if one.requires_grad) if records else 0
-        row = Told(_samples(own.call), own.weight, own.problem is not None, flag, records, wishes, _digest(own.key))
+        row = Told(_samples(own.call), own.weight, own.problem is not None, flag, records, wishes, own.digest())
         table = [Told(*row) for row in self.transport.header("forward", _numbers(row))]
         self.flagged = any(other.flag for other in table)
         self._refuse(table, own)
@@ -174,12 +181,13 @@ class Caller:
 
     # What this rank was given
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Own:
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, sync: bool) -> _Own:
         own = _Own(self.example)
         try:
             own.call, own.targets = self._bind(args, kwargs)
             own.follows = self._follows.get(own.call.form) or _guessed(own.call.tensors)
             own.key = self._key(own)
+            own.besides = self._besides(own, sync=sync)
             self._refuse_misfits(own)
             known = self.variants.get(own.key)
             if own.targets and known is not None and known.form.tail is not None:
@@ -226,6 +234,18 @@ class Caller:
             return [graph.inputs[n].shape for n in own_inputs(graph)], [graph.inputs[n].shape for n in graph.targets]
         return [tuple(one.shape) for one in own.call.tensors], [tuple(one.shape) for one in own.targets]
 
+    def _besides(self, own: _Own, *, sync: bool) -> tuple[tuple[str, object], ...]:
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        states = self.states.tensors().items()
+        frozen = [name for name, state in states if isinstance(state, nn.Parameter) and not state.requires_grad]
+        return (
+            ("inputs of", [str(tensor.dtype) for tensor in own.call.tensors]),
+            ("autocast to", str(autocast)),
+            ("no_sync", not sync),
+            ("parameters that do not learn:", frozen),
+        )
+
     def _refuse_misfits(self, own: _Own) -> None:
         """What is wrong with this rank's tensors; sizes are the caller's choice, but not those of tiles and targets."""
         rank, graph, io = self.transport.rank, self.mode.form.graph, self.boundary.io
@@ -268,16 +288,10 @@ class Caller:
 
     def _refuse_different(self, own: _Own) -> None:
         shapes = [tuple(tensor.shape) for tensor in own.call.tensors]
-        told = self.transport.gather_objects((own.key, shapes, self.tree.settings()))
-        rank = next(rank for rank, one in enumerate(told) if one[0] != told[0][0])
-        (key, shapes, settings), (other, other_shapes, other_settings) = told[0], told[rank]
-        if key[0] != other[0]:
-            pairs = zip(settings, other_settings, strict=False)
-            difference = next((f"{a[0]}={a[1]} against {b[0]}={b[1]}" for a, b in pairs if a != b), "other attributes")
-        else:
-            difference = f"inputs of {shapes} against {other_shapes}"
+        told = self.transport.gather_objects((own.key, own.besides, shapes, self.tree.settings()))
+        rank = next(rank for rank, one in enumerate(told) if one[:2] != told[0][:2])
         raise RunError(
-            f"rank 0 and rank {rank} called the network differently: {difference}.",
+            f"rank 0 and rank {rank} called the network differently: {_difference(told[0], told[rank])}.",
             "All ranks must call it in the same mode, with inputs of the same form and sizes; the number of "
             "samples alone may differ.",
         )
@@ -414,9 +428,17 @@ def _guessed(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple(one.ndim > 0 and one.shape[0] == tensors[0].shape[0] for one in tensors)
 
 
-def _digest(key: Key) -> float:
-    """A number that is the same for equal keys, exact in a float."""
-    return float(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "big"))
+def _difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """What two ranks do not have in common, of (key, besides, shapes, settings), for people."""
+    (key, besides, shapes, settings), (key2, besides2, shapes2, settings2) = one, other
+    if key[0] != key2[0]:
+        pairs = zip(settings, settings2, strict=False)
+        return next((f"{a[0]}={a[1]} against {b[0]}={b[1]}" for a, b in pairs if a != b), "other attributes")
+    if shapes != shapes2 and key != key2:
+        return f"inputs of {shapes} against {shapes2}"
+    if key != key2:
+        return f"arguments {key[1][-1]} against {key2[1][-1]}"
+    return next(f"{a[0]} {a[1]} against {b[1]}" for a, b in zip(besides, besides2, strict=True) if a != b)
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class _Now:
     flag: bool = False
     ended: bool = False
     """Whether the module is another parallel network's by now."""
+    recorded: int = 0
+    """Passes that autograd has a node of."""
     syncing: bool = True
     bucket_bytes: int = 0
     sums: dict[object, GradientSums] = field(default_factory=dict)
@@ -359,6 +361,11 @@ class ParallelModule(nn.Module):
             self._spread_buffers(program)
         return results_of(request, tape, tiles, self._engine.device), tape
 
+    def _next_number(self) -> int:
+        """Of a pass that can be gone back through; the same on all ranks."""
+        self._now.recorded += 1
+        return self._now.recorded
+
     def _count_up(self, graph: LayerGraph) -> None:
         with torch.no_grad():
             for name, by in graph.counters.items():
@@ -391,7 +398,7 @@ class ParallelModule(nn.Module):
             for name in names
             if request.sync and name in asked.accumulated and (grad := self._states[name].grad) is not None
         }
-        apart = {name: grad for name, grad in before.items() if self._states[name]._backward_hooks}
+        apart = [name for name in names if request.sync and name in asked.hooked]
         collector: Collector
         if request.sync:
             collector = self._begin_sums(names, {name: grad for name, grad in before.items() if name not in apart})
@@ -400,20 +407,24 @@ class ParallelModule(nn.Module):
         seeds = seeds_of(request, tape, grads, rank)
         inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, asked.names)
         found = collector.finish()
+        for name in apart:  # a hook changes the new gradient alone
+            self._average(name, before.get(name))
         for name, grad in before.items():
-            if name in apart:  # a hook changes the new gradient alone
-                self._average(grad, self._states.ranks_of(name, rank))
-            else:
+            if name not in apart:
                 grad.zero_()  # its mean is in the sum, which autograd now adds to it
         return self._input_grads(inputs, request), found
 
-    def _average(self, grad: Tensor, ranks: tuple[int, ...]) -> None:
+    def _average(self, name: str, grad: Tensor | None) -> None:
+        """What a parameter's gradient had accumulated before, averaged over its ranks; each may have none."""
+        ranks = self._states.ranks_of(name, self._transport.rank)
         if len(ranks) > 1:
-            total = grad.detach().div(len(ranks)).contiguous()
+            before = torch.zeros_like(self._states[name]) if grad is None else grad
+            total = before.detach().div(len(ranks)).contiguous()
             work = self._transport.sum_later(total, ranks, GRADIENT, label="gradients")
             assert work is not None
             work.wait()
-            grad.copy_(total)
+            if grad is not None:
+                grad.copy_(total)
 
     def _input_grads(self, grads: Mapping[str, Tensor], request: Request) -> dict[str, Tensor]:
         """Of this rank's loss. Of an input that all ranks passed, each has found what its own parts contribute."""

@@ -3,11 +3,14 @@
 Promise   what autograd promises of any node: gradients reach exactly the tensors that a backward pass asks for, hooks
           on them fire, nothing else is written. Parameters get the gradient of the mean of the ranks' losses, weighted
           by their samples; an input gets that of this rank's own loss.
-Failure   a second derivative, and a second backward pass through one forward pass, are a `RunError`.
+Failure   a second derivative, a second backward pass through one forward pass, and backward passes that are not the
+          same on all ranks are a `RunError` on all of them.
+Cost      one gather of 64 bytes for each backward pass, beside what the plan moves.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from shoal.errors import RunError
 from shoal.execution.engine import Tape
 from shoal.execution.variants import Ready, Variant
+from shoal.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.execution.module import ParallelModule
@@ -45,6 +49,8 @@ class Asked:
     names: frozenset[str]
     accumulated: frozenset[str]
     """Those whose gradient goes to their `.grad`; that of the others is the caller's."""
+    hooked: frozenset[str] = frozenset()
+    """Those on which some rank has a hook, which is to see the new gradient alone."""
 
 
 class Step(torch.autograd.Function):
@@ -57,6 +63,7 @@ class Step(torch.autograd.Function):
         """Run it; what is not differentiable is marked so."""
         results, tape = module._run(request, record=True)
         ctx.module, ctx.request, ctx.tape, ctx.names = module, request, tape, names
+        ctx.number = module._next_number()
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.set_materialize_grads(False)
         flowing = [fetch.value in tape.route.grads_for for fetch in tape.program.outputs]
@@ -69,16 +76,6 @@ class Step(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients that the pass asks for. A collective."""
         module, request, tape = ctx.module, ctx.request, ctx.tape
-        if torch.is_grad_enabled():
-            raise RunError(
-                "create_graph=True asks for a second derivative through a network that is laid over ranks, "
-                "which it does not have.",
-                "Take gradient penalties (WGAN-GP, R1) and the like on the plain module, or approximate them by finite "
-                "differences of two calls.",
-            )
-        if tape.used:
-            raise RunError("backward ran twice through one forward pass.", "Call the model again before each backward.")
-        tape.used = True
         count = len(request.inputs)
         nodes = [node for node, _ in ctx.next_functions]
         found = {name: _asked(node) for name, node in zip(ctx.names, nodes[count:], strict=True)}
@@ -86,6 +83,8 @@ class Step(torch.autograd.Function):
             frozenset(name for name, (wanted, _) in found.items() if wanted),
             frozenset(name for name, (wanted, own) in found.items() if wanted and own),
         )
+        hooked = [name for name in asked.accumulated if module._states[name]._backward_hooks]
+        asked = _agreed(module._transport, ctx.number, tape, asked, hooked)
         inputs, states = module._backward(tape, request, grads, asked)
         wanted = [_asked(node)[0] for node in nodes[:count]]
         first = [
@@ -93,6 +92,42 @@ class Step(torch.autograd.Function):
             for (name, tensor), asks in zip(request.inputs.items(), wanted, strict=True)
         ]
         return None, None, None, *first, *(states.get(name) for name in ctx.names)
+
+
+def _agreed(transport: Transport, number: int, tape: Tape, asked: Asked, hooked: Sequence[str]) -> Asked:
+    """What all ranks ask for; refused on all where one must not ask, or where they differ. A collective."""
+    wanted = sorted(asked.names), sorted(asked.accumulated)
+    digest = float(zlib.crc32(repr(wanted).encode()))
+    table = transport.header("backward", [number, torch.is_grad_enabled(), tape.used, digest, bool(hooked)])
+    numbers, second, used, digests, hooks = zip(*table, strict=True)
+    if any(second):
+        raise RunError(
+            "create_graph=True asks for a second derivative through a network that is laid over ranks, "
+            "which it does not have.",
+            "Take gradient penalties (WGAN-GP, R1) and the like on the plain module, or approximate them by finite "
+            "differences of two calls.",
+        )
+    if len(set(numbers)) > 1:
+        rank = next(rank for rank, other in enumerate(numbers) if other != numbers[0])
+        raise RunError(
+            f"rank 0 goes back through forward pass {numbers[0]:.0f} while rank {rank} goes back through pass "
+            f"{numbers[rank]:.0f}.",
+            "Call backward in the same order on all ranks.",
+        )
+    if any(used):
+        raise RunError("backward ran twice through one forward pass.", "Call the model again before each backward.")
+    if len(set(digests)) > 1:
+        told = transport.gather_objects(wanted)
+        rank = next(rank for rank, other in enumerate(told) if other != told[0])
+        names = [set(told[0][kind]) ^ set(told[rank][kind]) for kind in (0, 1)]
+        raise RunError(
+            f"rank 0 and rank {rank} ask for the gradients of different parameters: "
+            f"{min(names[0] or names[1])!r} on one of them only.",
+            "Call backward(), backward(inputs=...) or torch.autograd.grad with the same parameters on all ranks.",
+        )
+    tape.used = True
+    everyones = transport.gather_objects(list(hooked)) if any(hooks) else []
+    return replace(asked, hooked=frozenset(name for names in everyones for name in names))
 
 
 def _asked(node: Any) -> tuple[bool, bool]:
