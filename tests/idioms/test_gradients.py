@@ -1,5 +1,6 @@
 """Gradients are autograd's: of inputs, of parameters, accumulated, kept, hooked."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -25,6 +26,7 @@ from tests.idioms.kit import (
     name_of,
     own_part,
     parallel,
+    rank,
     refused,
     same_grads,
     weight,
@@ -351,6 +353,49 @@ def hooks_on_parameters(plan: AnyPlan) -> None:
     learn(model, mine(x), mine(y))
     same_grads(model, reference)
     assert len(seen) == 8
+
+
+def hooks_of_one_rank(plan: AnyPlan) -> None:
+    """Rank 0 alone watches the gradients, as loggers do, also while they accumulate."""
+    reference, model = both(plan)
+    seen: list[float] = []
+    if rank() == 0:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: seen.append(float(grad.sum())))
+    for seed in (1, 2, 3):
+        x, y = batch(seed=seed)
+        learn(reference, x, y)
+        with nullcontext() if seed != 2 else model.no_sync():
+            learn(model, mine(x), mine(y))
+    same_grads(model, reference)
+    assert len(seen) == (3 * len(list(model.parameters())) if rank() == 0 else 0)
+
+
+def backward_that_differs(plan: AnyPlan) -> None:
+    """Another pass, other parameters, or no backward at all on one rank are refused on all, in the same words."""
+    reference, model = both(plan)
+    x, y = batch()
+    first = rank() == 0
+    one, two = F.cross_entropy(model(mine(x)), mine(y)), F.cross_entropy(model(mine(-x)), mine(y))
+    refused(
+        RunError,
+        "rank 0 goes back through forward pass 1 while rank 1 goes back through pass 2",
+        lambda: torch.autograd.backward(one if first else two),
+    )
+    refused(
+        RunError,
+        "ask for the gradients of different parameters: 'a.bias' on one of them only",
+        lambda: torch.autograd.backward(one, inputs=[model.b.bias] if first else None),
+    )
+    refused(
+        RunError,
+        "rank 0 called backward() while rank 1 called forward()",
+        lambda: torch.autograd.backward(one) if first else model(mine(x)),
+    )
+    assert all(parameter.grad is None for parameter in model.parameters())
+    learn(reference, x, y)
+    learn(model, mine(x), mine(y))
+    same_grads(model, reference)
 
 
 def optimizer_in_the_backward(plan: AnyPlan) -> None:

@@ -1,6 +1,7 @@
 """More than one tensor in and out; flags, sizes and numbers of samples that change from call to call."""
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -341,7 +342,7 @@ def other_batches(plan: AnyPlan) -> None:
     """Other numbers of samples, where the network follows them and where it branches on them."""
     for kind in (Net, BatchRules):
         reference, model = both(plan, kind)
-        for samples in (6, 8, 3, 2, 12):
+        for samples in (6, 4, 8, 3, 2):
             x, y = batch(samples)
             for net in (reference, model):
                 net.zero_grad()
@@ -390,6 +391,15 @@ def ranks_that_differ(plan: AnyPlan) -> None:
     refused(RunError, "0.5 against 0.25", lambda: model(mine(x)))
     model.drop.p = 0.0
     refused(RunError, "some ranks record gradients and some do not", without_grad)
+    refused(RunError, "inputs of ['torch.float64'] against ['torch.float32']",
+            lambda: model(mine(x) if first else mine(x).float()))  # fmt: skip
+    model.a.requires_grad_(first)
+    refused(RunError, "parameters that do not learn: [] against ['a.weight', 'a.bias']", lambda: model(mine(x)))
+    model.a.requires_grad_()
+    with nullcontext() if first else model.no_sync():
+        refused(RunError, "no_sync False against True", lambda: model(mine(x)))
+    with torch.autocast("cpu", enabled=first):
+        refused(RunError, "autocast to torch.bfloat16 against None", lambda: model(mine(x)))
     refused(RunError, "cannot be called so", lambda: model(mine(x)) if first else model())
     refused(RunError, "has a hook", lambda: _with_hook(model, mine(x), hook=not first))
     refused(RunError, "the batch has no sample", lambda: model(x[:0]))
