@@ -380,12 +380,12 @@ def backward_that_differs(plan: AnyPlan) -> None:
     refused(
         RunError,
         "rank 0 goes back through forward pass 1 while rank 1 goes back through pass 2",
-        lambda: torch.autograd.backward(one if first else two),
+        lambda: torch.autograd.backward(one if first else two, retain_graph=True),
     )
     refused(
         RunError,
         "ask for the gradients of different parameters: 'a.bias' on one of them only",
-        lambda: torch.autograd.backward(one, inputs=[model.b.bias] if first else None),
+        lambda: torch.autograd.backward(one, inputs=[model.b.bias] if first else None, retain_graph=True),
     )
     refused(
         RunError,

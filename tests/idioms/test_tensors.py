@@ -388,7 +388,7 @@ def ranks_that_differ(plan: AnyPlan) -> None:
     refused(RunError, "called the network differently", lambda: model(mine(x)))
     model.train()
     model.drop.p = 0.5 if first else 0.25
-    refused(RunError, "0.5 against 0.25", lambda: model(mine(x)))
+    refused(RunError, "drop.p=0.5 against drop.p=0.25", lambda: model(mine(x)))
     model.drop.p = 0.0
     refused(RunError, "some ranks record gradients and some do not", without_grad)
     refused(RunError, "inputs of ['torch.float64'] against ['torch.float32']",
