@@ -97,7 +97,9 @@ def weight(tensor: Tensor, first: int) -> float:
     return (first if rank() == 0 else len(tensor) - first) / len(tensor)
 
 
-def parallel(model: nn.Module, plan: AnyPlan, example: Any = SHAPE, **options: Any) -> shoal.ParallelModule:
+def parallel(
+    model: nn.Module | Callable[[], nn.Module], plan: AnyPlan, example: Any = SHAPE, **options: Any
+) -> shoal.ParallelModule:
     """`shoal.parallelize`, without the time that it takes to measure the link."""
     return shoal.parallelize(model, example, plan, bucket_bytes=1 << 16, **options)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from tests.conftest import RunOnRanks
@@ -17,6 +18,7 @@ from tests.idioms.kit import (
     mine,
     name_of,
     parallel,
+    rank,
     same_grads,
     same_states,
 )
@@ -63,6 +65,21 @@ def masks_of_two_networks(plan: AnyPlan) -> None:
         results.append(float(learn(model, mine(x), mine(y))))
     assert results[0] != results[1]
     assert results[2] == results[3]
+
+
+def half_of_the_ranks(plan: AnyPlan) -> None:
+    """`group=`: a network in some of the ranks only, while the others do something else."""
+    group = dist.new_group([0])
+    everyone, reference = parallel(built(), plan), built()
+    x, y = batch()
+    if rank() == 0:
+        alone, plain = parallel(built(), "data", group=group), built()
+        learn(plain, x, y)
+        learn(alone, x, y)
+        same_grads(alone, plain)
+    learn(reference, x, y)
+    learn(everyone, mine(x), mine(y))
+    same_grads(everyone, reference)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -215,6 +215,35 @@ def laid_twice(plan: AnyPlan) -> None:
     same_states(third, reference)
 
 
+def state_dict_of_one_rank(plan: AnyPlan) -> None:
+    """`if rank == 0: torch.save(model.state_dict())`: refused where parameters are cut."""
+    reference, model = both(plan)
+    x, _ = batch()
+    if model.cuts_parameters:
+        refused(
+            RunError,
+            "rank 0 called state_dict() while rank 1 called forward()",
+            lambda: model.state_dict() if rank() == 0 else model(mine(x)),
+        )
+    elif rank() == 0:
+        assert all(torch.equal(tensor, reference.state_dict()[key]) for key, tensor in model.state_dict().items())
+    close(model(mine(x)), mine(reference(x)))
+
+
+def built_in_parts(plan: AnyPlan) -> None:
+    """A function that makes the network, or a network on the meta device: one device's weights, never whole here."""
+    torch.manual_seed(3)
+    reference = Net()
+    torch.manual_seed(3)
+    same_states(parallel(Net, plan), reference)
+    with torch.device("meta"):
+        empty = Net()
+    torch.manual_seed(3)
+    model = parallel(empty, plan)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    same_states(model, reference)
+
+
 class Clashing(nn.Module):
     """Children, parameters and buffers with the names of a parallel network's own attributes."""
 

@@ -69,5 +69,5 @@ def test_what_fails_on_one_rank_fails_on_all(on_ranks: RunOnRanks) -> None:
     assert foreign == (peer, peer, ("ZeroDivisionError", "division\nby zero"), peer)
     told = ("ConfigError", "rank 3: bad.")
     assert mixed == (told, told, ("ZeroDivisionError", "division"), told)
-    peer = ("PeerError", "rank 0 failed: RunError: broken.")
-    assert two == (("RunError", "broken."), peer, peer, ("KeyError", "'x'"))
+    told = ("RunError", "rank 0: broken.")
+    assert two == (told, told, told, ("KeyError", "'x'"))
