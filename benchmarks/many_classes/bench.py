@@ -4,8 +4,8 @@
 
 ResNet-18 at 32x32, batch 64 over two ranks of one thread, SGD with momentum. Three things are printed:
 
-memory    each side alone in fresh processes: largest resident size of a rank, and what of it came after the network
-          was built
+memory    each side alone in fresh processes: largest resident size of a rank while the network is built, in all, and
+          what of it came after the network was built
 bytes     what Shoal's transport counted per rank and step: the scores themselves (128 MB) never move
 time      both sides taking turns between two hosts, and the factor that the bytes predict: DDP's step without any
           exchange plus its bytes at the link's speed, over the step of `owt`
@@ -54,7 +54,7 @@ def main() -> None:
         start_ranks(MODULE, sys.argv[1:], "loopback")
     else:
         print(f"{args.classes:,} classes on 512 features, ResNet-18 {PIXELS}x{PIXELS}, batch {BATCH}, 2 ranks")
-        print("| side | peak per rank | after building |\n|---|---|---|")
+        print("| side | while building | peak per rank | after building |\n|---|---|---|---|")
         for side in ("ddp", "owt"):
             with tempfile.TemporaryDirectory() as folder:
                 command = [
@@ -69,8 +69,9 @@ def main() -> None:
                     str(args.classes),
                 ]
                 subprocess.run(command, check=True)
-                peak, above = map(max, zip(*(json.loads(p.read_text()) for p in Path(folder).iterdir()), strict=True))
-            print(f"| {side} | {show_bytes(peak)} | {show_bytes(above)} |", flush=True)
+                rows = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+                peak, above, building = map(max, zip(*rows, strict=True))
+            print(f"| {side} | {show_bytes(building)} | {show_bytes(peak)} | {show_bytes(above)} |", flush=True)
         start_ranks(MODULE, sys.argv[1:], args.link)
 
 
@@ -130,7 +131,7 @@ def memory_of(args: argparse.Namespace) -> None:
     forget_peak()
     for _ in range(3):
         step()
-    row = [max(building, peak_bytes()), peak_bytes() - built]
+    row = [max(building, peak_bytes()), peak_bytes() - built, building]
     (args.out / f"{dist.get_rank()}.json").write_text(json.dumps(row))
 
 
