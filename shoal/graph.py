@@ -116,6 +116,8 @@ class LayerGraph:
     """Whether `at_batch` can give the graph for other numbers of samples, as far as two traces tell."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Buffers that count forward passes in training (batch norm's `num_batches_tracked`), and by how much."""
+    shared: tuple[str, ...] = ()
+    """The inputs that have no samples, of which every rank is given the whole."""
     targets: tuple[str, ...] = ()
     """The inputs that a loss at the end compares the result with."""
     autocast: str = ""
@@ -220,5 +222,5 @@ def fingerprint(graph: LayerGraph) -> str:
         for layer in graph.layers
     ]
     others = [sorted((k, str(v)) for k, v in each.items()) for each in (graph.inputs, graph.states, graph.counters)]
-    what = (layers, others, graph.outputs, graph.training, graph.batch, graph.any_batch)
+    what = (layers, others, graph.outputs, graph.training, graph.batch, graph.any_batch, graph.shared)
     return blake2b(repr(what).encode(), digest_size=8).hexdigest()

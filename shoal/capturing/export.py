@@ -14,7 +14,7 @@ Failure   a module that torch.export cannot follow (a branch on the values of a 
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -60,14 +60,15 @@ def capture_with_states(model: nn.Module, example: Tensor, *further: Tensor) -> 
 def capture_call(model: nn.Module, call: Call) -> Reading:
     """The network as it is called with these arguments, of which the tensors' shapes and types count.
 
-    The batch is dim 0 of the first tensor; every tensor whose dim 0 has that size is taken to follow it.
+    The batch is dim 0 of the first tensor; unless the call says otherwise, every tensor whose dim 0 has that size is
+    taken to follow it.
     """
     _refuse_cumulative_averages(model)
     if not call.tensors:
         raise CaptureError(
             f"the network {type(model).__name__} was given no tensor.", "Pass an example of every tensor it is fed."
         )
-    batch = batch_of(call.tensors)
+    batch = call.samples
     with _ONE_AT_A_TIME, _quiet(), torch.enable_grad(), without_autocast(), told(model, call.tensors):
         refuse_hooks(model)
         reading, traced = _read(model, call, batch)
@@ -83,7 +84,8 @@ def capture_call(model: nn.Module, call: Call) -> Reading:
 def _following(model: nn.Module, call: Call, reading: Reading) -> LayerGraph:
     """The graph, for any batch where a second trace with twice the batch says so."""
     batch = reading.graph.batch
-    larger = replace(call, tensors=tuple(_doubled(tensor, batch) for tensor in call.tensors))
+    tensors = [_doubled(one) if follows else one for one, follows in zip(call.tensors, call.following, strict=True)]
+    larger = replace(call, tensors=tuple(tensors), follows=call.following)
     try:
         doubled, _ = _read(model, larger, 2 * batch)
     except CaptureError:  # some operator does not work for another batch
@@ -93,16 +95,13 @@ def _following(model: nn.Module, call: Call, reading: Reading) -> LayerGraph:
     return follow_batch(reading.graph, reading.states, doubled.graph, doubled.states)
 
 
-def batch_of(tensors: Sequence[Tensor]) -> int:
-    """The number of samples of a call: dim 0 of its first tensor."""
-    return tensors[0].shape[0] if tensors[0].ndim else 1
-
-
 def _read(model: nn.Module, call: Call, batch: int) -> tuple[Reading, Traced]:
     """One trace, and what it says."""
     traced = _functional(model, call)
     reading = read(traced.program, model, batch)
-    return replace(reading, graph=replace(reading.graph, autocast=traced.autocast)), traced
+    inputs = zip(reading.graph.inputs, call.following, strict=True)
+    shared = tuple(name for name, follows in inputs if not follows)
+    return replace(reading, graph=replace(reading.graph, autocast=traced.autocast, shared=shared)), traced
 
 
 def _functional(model: nn.Module, call: Call) -> Traced:
@@ -134,11 +133,9 @@ def _without_writes(program: ExportedProgram, model: nn.Module) -> ExportedProgr
     return functional
 
 
-def _doubled(tensor: Tensor, batch: int) -> Tensor:
+def _doubled(tensor: Tensor) -> Tensor:
     """A tensor for twice the batch, of which only the shape counts."""
-    if tensor.shape[:1] != (batch,):
-        return tensor
-    return torch.empty((2 * batch, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty((2 * tensor.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
 
 
 def _refuse_cumulative_averages(model: nn.Module) -> None:

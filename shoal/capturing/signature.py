@@ -22,6 +22,8 @@ class Call:
     spec: pytree.TreeSpec
     plain: tuple[Any, ...]
     """Every leaf; None in the place of each tensor."""
+    follows: tuple[bool, ...] | None = None
+    """Which tensors have samples in dim 0; None: those that are as long there as the first."""
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -32,6 +34,18 @@ class Call:
     @property
     def _places(self) -> frozenset[int]:
         return frozenset(place for place, leaf in enumerate(self.plain) if leaf is _TENSOR)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples: dim 0 of the first tensor."""
+        return self.tensors[0].shape[0] if self.tensors and self.tensors[0].ndim else 1
+
+    @property
+    def following(self) -> tuple[bool, ...]:
+        """Which tensors have samples in dim 0."""
+        if self.follows is not None:
+            return self.follows
+        return tuple(one.shape[:1] == (self.samples,) for one in self.tensors)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same call with other tensors."""

@@ -146,7 +146,7 @@ class Caller:
         own = self._read(args, kwargs, sync=sync)
         records = torch.is_grad_enabled()
         wishes = sum(1 << place for place, one in enumerate(own.call.tensors) if one.requires_grad) if records else 0
-        row = Told(_samples(own.call), own.weight, own.problem is not None, flag, records, wishes, own.digest())
+        row = Told(own.call.samples, own.weight, own.problem is not None, flag, records, wishes, own.digest())
         table = [Told(*row) for row in self.transport.header("forward", _numbers(row))]
         self.flagged = any(other.flag for other in table)
         self._refuse(table, own)
@@ -185,7 +185,7 @@ class Caller:
         own = _Own(self.example)
         try:
             own.call, own.targets = self._bind(args, kwargs)
-            own.follows = self._follows.get(own.call.form) or _guessed(own.call.tensors)
+            own.follows = self._follows.get(own.call.form) or own.call.following
             own.key = self._key(own)
             own.besides = self._besides(own, sync=sync)
             self._refuse_misfits(own)
@@ -359,7 +359,8 @@ class Caller:
                     return torch.empty(size, dtype=tensor.dtype, device=self.device)
 
             shapes, target_shapes = self._whole_sizes(own)
-            call = replace(own.call, tensors=tuple(map(fake, own.call.tensors, shapes, own.follows)))
+            tensors = tuple(map(fake, own.call.tensors, shapes, own.follows))
+            call = replace(own.call, tensors=tensors, follows=own.follows)
             targets = [
                 torch.empty((batch, *shape[1:]), dtype=one.dtype, device=self.device)
                 for one, shape in zip(own.targets, target_shapes, strict=True)
@@ -409,10 +410,6 @@ def _numbers(row: Told) -> list[float]:
     ]
 
 
-def _samples(call: Call) -> int:
-    return call.tensors[0].shape[0] if call.tensors and call.tensors[0].ndim else 1
-
-
 def _sizes(
     shapes: Sequence[tuple[int, ...]], floats: Sequence[bool], follows: Sequence[bool]
 ) -> tuple[tuple[object, ...], ...]:
@@ -421,11 +418,6 @@ def _sizes(
         (tuple(shape[1:]) if follow else tuple(shape), kind, follow)
         for shape, kind, follow in zip(shapes, floats, follows, strict=True)
     )
-
-
-def _guessed(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Which inputs have samples in dim 0: those that are as long there as the first."""
-    return tuple(one.ndim > 0 and one.shape[0] == tensors[0].shape[0] for one in tensors)
 
 
 def _difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:

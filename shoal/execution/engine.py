@@ -117,6 +117,8 @@ class _Back:
 
     wanted: frozenset[str]
     """States whose gradients are asked for."""
+    flowing: frozenset[str]
+    """Values that have a gradient."""
     values: dict[str, list[Tensor | Arriving]] = field(default_factory=dict)
     tiles: dict[int, Tensor] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -354,14 +356,16 @@ class Engine:
         collector: Collector,
         first_use: Mapping[str, str],
         wanted: frozenset[str],
+        flowing: frozenset[str],
     ) -> Mapping[str, Tensor]:
         """Hand the gradient of every `wanted` state to `collector`; returns those of the inputs that have one.
 
-        `grads`: of this rank's tiles of the outputs; None for nothing.
+        `grads`: of this rank's tiles of the outputs; None for nothing. `flowing`: the values that have a gradient, the
+        same on all ranks: those behind results that some rank has a gradient of.
         """
-        back = _Back(wanted)
+        back = _Back(wanted, flowing)
         for fetch, grad in zip(tape.program.outputs, grads, strict=True):
-            if grad is not None and fetch.value in tape.route.grads_for:
+            if grad is not None and fetch.value in flowing:
                 back.tiles[fetch.key] = grad
         states = tape.states
         finished_by = _by_first_layer(first_use, wanted)
@@ -396,7 +400,7 @@ class Engine:
             one = program.instructions[index]
             self.transport.label = one.label
             if isinstance(one, Fetch):
-                if one.value in tape.route.grads_for and one.key not in tape.route.linked:
+                if one.value in back.flowing and one.key not in tape.route.linked:
                     self._fetch_back(one, back, tape)
                 continue
             if later is not None:
@@ -406,7 +410,7 @@ class Engine:
                 name = one.placed.layer.name
                 finish = self._compute_back(index, one, back, tape)
                 later = _then(finish, back, finished_by.get(name, ()), collector, states)
-            elif one.value in tape.route.grads_for:
+            elif one.value in back.flowing:
                 returned = self._move(
                     _reversed(one.moves), back.value(one.value), program.layouts[one.value][rank],
                     _need(one.partial[rank]), tape.types[one.value], tag=2 * one.key + 1, add=False,
@@ -428,7 +432,7 @@ class Engine:
             box, found = tape.program.layouts[name][rank], back.value(name)
             if found is not None:
                 grads[name] = found
-            elif name in tape.route.grads_for and box is not None:
+            elif name in back.flowing and box is not None:
                 shape = [len(span) for span in box]
                 grads[name] = torch.zeros(shape, dtype=tape.types[name], device=self.device)
         return grads
@@ -538,7 +542,7 @@ class Engine:
         record = tape.records.pop(index, None)
         if grad is not None and self.observe:
             self.observe("grad", name, grad)
-        if record is None:
+        if record is None or name not in back.flowing:
             return None
         if grad is None:
             grad = record.zeros()

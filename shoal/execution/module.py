@@ -24,7 +24,7 @@ from shoal.execution.step import Asked, Request, Step, results_of, seeds_of
 from shoal.execution.transfer import begin_transfer
 from shoal.execution.tree import Tree
 from shoal.execution.variants import Form, Ready, Variant
-from shoal.graph import LayerGraph
+from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, input_tiles, output_tiles
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import Program, state_homes
@@ -392,7 +392,11 @@ class ParallelModule(nn.Module):
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """(gradients of inputs, of the parameters that are asked for)."""
         rank = self._transport.rank
-        names = self._backward_order(request.ready, asked.names)
+        flowing = tape.route.grads_for
+        if asked.results is not None:
+            flowing = flowing & tape.program.behind(asked.results)
+        learning = self._learning(request.ready, asked.names, flowing)
+        names = self._backward_order(request.ready, learning)
         before = {
             name: grad
             for name in names
@@ -405,7 +409,7 @@ class ParallelModule(nn.Module):
         else:
             collector = Kept({name: len(self._states.ranks_of(name, rank)) for name in names})
         seeds = seeds_of(request, tape, grads, rank)
-        inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, asked.names)
+        inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, learning, flowing)
         found = collector.finish()
         for name in apart:  # a hook changes the new gradient alone
             self._average(name, before.get(name))
@@ -443,6 +447,13 @@ class ParallelModule(nn.Module):
         return found
 
     # Gradients
+
+    def _learning(self, ready: Ready, wanted: frozenset[str], flowing: frozenset[str]) -> frozenset[str]:
+        """Of the wanted parameters those that a gradient reaches; a head whose result nobody used has none."""
+        if flowing >= {layer.name for layer in ready.program.graph.layers if layer.name in ready.program.learning}:
+            return wanted
+        layers = [layer for layer in ready.program.graph.layers if layer.name in flowing]
+        return wanted & {ref.name for layer in layers for _, ref in layer.tensors if isinstance(ref, State)}
 
     def _backward_order(self, ready: Ready, trainable: frozenset[str]) -> tuple[str, ...]:
         return tuple(name for name in reversed(list(ready.first_uses)) if name in trainable)

@@ -24,6 +24,9 @@ from shoal.transport import Transport
 if TYPE_CHECKING:
     from shoal.execution.module import ParallelModule
 
+_TOLD_RESULTS = 50
+"""Of so many results ranks tell which have a gradient: what fits into a number. With more, all are taken to."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -51,6 +54,8 @@ class Asked:
     """Those whose gradient goes to their `.grad`; that of the others is the caller's."""
     hooked: frozenset[str] = frozenset()
     """Those on which some rank has a hook, which is to see the new gradient alone."""
+    results: frozenset[str] | None = None
+    """The results that some rank has a gradient of; None: all of them."""
 
 
 class Step(torch.autograd.Function):
@@ -84,22 +89,32 @@ class Step(torch.autograd.Function):
             frozenset(name for name, (wanted, own) in found.items() if wanted and own),
         )
         hooked = [name for name in asked.accumulated if module._states[name]._backward_hooks]
-        asked = _agreed(module._transport, ctx.number, tape, asked, hooked)
+        sizes = [module._states[name].shape for name in ctx.names]
+        if module._now.ended or sizes != ctx.shapes[count:]:
+            raise RunError(
+                "the network was laid over the ranks anew between this forward pass and its backward pass.",
+                "Call backward before shoal.parallelize takes the module over again.",
+            )
+        asked = _agreed(module._transport, ctx.number, tape, asked, hooked, grads)
         inputs, states = module._backward(tape, request, grads, asked)
         wanted = [_asked(node)[0] for node in nodes[:count]]
+        reached = tape.route.grads_for if asked.results is None else tape.program.behind(asked.results)
         first = [
-            _or_zeros(inputs.get(name), tensor) if asks else None
+            _or_zeros(inputs.get(name), tensor) if asks and name in reached else None
             for (name, tensor), asks in zip(request.inputs.items(), wanted, strict=True)
         ]
         return None, None, None, *first, *(states.get(name) for name in ctx.names)
 
 
-def _agreed(transport: Transport, number: int, tape: Tape, asked: Asked, hooked: Sequence[str]) -> Asked:
+def _agreed(
+    transport: Transport, number: int, tape: Tape, asked: Asked, hooked: Sequence[str], grads: Sequence[Tensor | None]
+) -> Asked:
     """What all ranks ask for; refused on all where one must not ask, or where they differ. A collective."""
     wanted = sorted(asked.names), sorted(asked.accumulated)
     digest = float(zlib.crc32(repr(wanted).encode()))
-    table = transport.header("backward", [number, torch.is_grad_enabled(), tape.used, digest, bool(hooked)])
-    numbers, second, used, digests, hooks = zip(*table, strict=True)
+    given = sum(1 << place for place, grad in enumerate(grads[:_TOLD_RESULTS]) if grad is not None)
+    table = transport.header("backward", [number, torch.is_grad_enabled(), tape.used, digest, bool(hooked), given])
+    numbers, second, used, digests, hooks, results = zip(*table, strict=True)
     if any(second):
         raise RunError(
             "create_graph=True asks for a second derivative through a network that is laid over ranks, "
@@ -127,7 +142,13 @@ def _agreed(transport: Transport, number: int, tape: Tape, asked: Asked, hooked:
         )
     tape.used = True
     everyones = transport.gather_objects(list(hooked)) if any(hooks) else []
-    return replace(asked, hooked=frozenset(name for names in everyones for name in names))
+    outputs = tape.program.graph.outputs
+    have = [name for place, name in enumerate(outputs) if any(int(bits) >> place & 1 for bits in results)]
+    return replace(
+        asked,
+        hooked=frozenset(name for names in everyones for name in names),
+        results=None if len(have) == len(outputs) or len(outputs) > _TOLD_RESULTS else frozenset(have),
+    )
 
 
 def _asked(node: Any) -> tuple[bool, bool]:

@@ -119,8 +119,8 @@ def step_program(
 
 
 def follows_batch(graph: LayerGraph, name: str) -> bool:
-    """Whether an input has samples in dim 0."""
-    return graph.inputs[name].shape[:1] == (graph.batch,)
+    """Whether an input has samples in dim 0, or is the same on all ranks."""
+    return name not in graph.shared and graph.inputs[name].shape[:1] == (graph.batch,)
 
 
 def first_cut(graph: LayerGraph, cuts: Mapping[str, Cut], value: str) -> Cut:

@@ -10,7 +10,7 @@ the simulator replays it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -218,6 +218,14 @@ class Program:
             for argument in one.placed.updates
         ]
         return tuple(dict.fromkeys(names))
+
+    def behind(self, outputs: Iterable[str]) -> frozenset[str]:
+        """The values that these results are made of, themselves included."""
+        found = set(outputs)
+        for layer in reversed(self.graph.layers):
+            if layer.name in found:
+                found.update(layer.reads)
+        return frozenset(found)
 
     def needing_grad(self, trainable: frozenset[str], inputs: frozenset[str]) -> frozenset[str]:
         """Values through which gradients flow, decided from the graph so that all ranks agree.

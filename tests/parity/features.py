@@ -292,3 +292,45 @@ def bytes_of_loss(classes: int) -> int:
     model = shoal.parallelize(network(classes=classes), x, "owt", loss=nn.CrossEntropyLoss())
     torch.autograd.backward(model(mine(x), mine(y)))
     return sum(sent.bytes for label, sent in model.counted.items() if label.startswith(("loss", "output")))
+
+
+class TwoHeads(nn.Module):
+    """Two results, and an input that is the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.head = nn.Linear(6, 4)
+        self.other = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.conv(x).mean((2, 3))
+        return self.head(features) * weight, self.other(features)
+
+
+def two_heads(plan: str) -> None:
+    """A head whose result nobody used has no gradient; what all ranks share stays so for a batch of its own length."""
+    reference, weight = TwoHeads().double(), torch.linspace(1, 2, 4, dtype=torch.float64)
+    x, y = batch(6, classes=4)
+    model = shoal.parallelize(TwoHeads().double(), (x, weight), plan)
+    torch.autograd.backward(F.cross_entropy(reference(x, weight)[0], y))
+    torch.autograd.backward(F.cross_entropy(model(mine(x), weight)[0], mine(y)))
+    for name, parameter in reference.named_parameters():
+        assert (parameter.grad is None) == (model.get_parameter(name).grad is None), name
+    same_grads(model, reference)
+    few = x[:4]
+    close(model(mine(few), weight)[0], mine(reference(few, weight)[0]))
+
+
+def laid_anew_before_backward(plan: str) -> str:
+    """A backward pass through a network whose module was laid anew meanwhile is refused on all ranks."""
+    x, y = batch(4)
+    model = shoal.parallelize(network(), x, plan)
+    loss = F.cross_entropy(model(mine(x)), mine(y))
+    shoal.parallelize(model, x, "model")
+    try:
+        torch.autograd.backward(loss)
+    except shoal.errors.RunError as error:
+        return str(error)
+    return ""

@@ -89,3 +89,14 @@ def test_refusals_leave_the_ranks_usable(on_ranks: RunOnRanks) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_copies_of_a_shard_stay_equal(on_ranks: RunOnRanks, plan: str) -> None:
     on_ranks(4, features.copies_stay_equal, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_unused_results_and_shared_inputs(on_ranks: RunOnRanks, plan: str) -> None:
+    on_ranks(2 if plan != "2x2" else 4, features.two_heads, plan)
+
+
+@pytest.mark.parametrize("plan", ["data", "model"])
+def test_a_network_laid_anew_before_backward_is_refused(on_ranks: RunOnRanks, plan: str) -> None:
+    for message in on_ranks(2, features.laid_anew_before_backward, plan):
+        assert "was laid over the ranks anew between this forward pass and its backward pass" in message
