@@ -27,7 +27,7 @@ with shoal.exchange(model, optimizer, EXCHANGE) as exchange:
         optimizer.zero_grad()
         torch.autograd.backward(F.cross_entropy(model(x), y))
         exchange.step()  # in the place of optimizer.step()
-    exchange.settle()
+    exchange.finish()  # all are done, and all have the same weights: any of them may save
     tally = exchange.take_tally()
 
 x, y = splits.test.batch(shoal.data.first_indices(len(splits.test)))

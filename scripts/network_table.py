@@ -5,7 +5,7 @@
     python -m scripts.network_table --defects          # once more what was neither exact nor refused
     python -m scripts.network_table --check            # fail if the file is not what would be written
 
-Needs the packages of the extra `zoo-wide`. Takes an hour or two: finished cells are kept in build/networks.json, so
+Needs the packages of the extra `zoo-wide`. Takes an hour or two: finished cells are kept in docs/networks.json, so
 that a run that was stopped goes on where it was, until a source file of Shoal changes; `--keep` keeps them even then.
 
 A cell that is neither exact nor refused (another number, a foreign traceback, a hang) is a defect; with one the exit
@@ -28,7 +28,7 @@ from tests.parity.pool import Pool, RankError
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "networks.md"
-KEPT = ROOT / "build" / "networks.json"
+KEPT = ROOT / "docs" / "networks.json"
 PLANS = ("data", "model", "spatial", "owt", RANDOM)
 RANKS = 2
 SECONDS = 400.0
@@ -57,7 +57,8 @@ Compared in float64: all outputs, the gradient of the input, the gradients of al
 after a step of SGD, and an evaluation after it. A difference is relative to the tensor's largest element, as in
 [verify.md](verify.md). Images are small, weights random; dropout and stochastic depth are off; parameters that start
 as one repeated number (such as scales at zero) are drawn, so that nothing hides behind them. A network may have several
-outputs, in any structure; the loss is a random projection of all.
+outputs, in any structure; the loss is a random projection of all. What is not in the table yet was not run: finished
+cells are kept in `networks.json`, and `--keep` goes on from them though Shoal has changed since.
 
 """
 

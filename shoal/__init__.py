@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.capturing import capture
     from shoal.cluster import Cluster
     from shoal.config import TrainConfig
+    from shoal.exchanging import compression
     from shoal.execution import (
         ParallelModule,
         clip_grad_norm_,
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from shoal.graph import LayerGraph
     from shoal.partition import Cut
     from shoal.plan import Plan
+    from shoal.replicas.own_loop import exchange
     from shoal.result import RunResult
+    from shoal.running import resume, train
     from shoal.timings import Timings
-    from shoal.training import Listener, resume, train
-    from shoal.training.own_loop import exchange
+    from shoal.training import Listener
     from shoal.verdict import Verdict
     from shoal.verifying import verify
 
@@ -44,6 +46,7 @@ __all__ = [
     "clip_grad_norm_",
     "elementwise_optimizer",
     "exchange",
+    "compression",
     "capture",
     "LayerGraph",
     "verify",
@@ -70,14 +73,15 @@ _HOME = {
     "load_full_state_dict": "shoal.execution",
     "clip_grad_norm_": "shoal.execution",
     "elementwise_optimizer": "shoal.execution",
-    "exchange": "shoal.training.own_loop",
+    "exchange": "shoal.replicas.own_loop",
+    "compression": "shoal.exchanging",
     "capture": "shoal.capturing",
     "LayerGraph": "shoal.graph",
     "verify": "shoal.verifying",
     "Verdict": "shoal.verdict",
     "TrainConfig": "shoal.config",
-    "train": "shoal.training",
-    "resume": "shoal.training",
+    "train": "shoal.running",
+    "resume": "shoal.running",
     "Listener": "shoal.training",
     "RunResult": "shoal.result",
     "Plan": "shoal.plan",

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shoal.errors import ConfigError, suggestion
-from shoal.exchanges import ExchangeOptions, parse_exchange
+from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
 from shoal.units import parse_quantity
 
@@ -148,7 +148,7 @@ class TrainConfig(Settings):
     )
     exchange: str | None = Field(
         default=None,
-        description="How replicas keep together: allreduce, backup, downpour or dasgd; allreduce unless given. "
+        description=f"How replicas keep together: {', '.join(EXCHANGES)}; allreduce unless given. "
         "See docs/exchanges.md.",
     )
     exchange_options: Options = Field(default_factory=dict)
@@ -226,6 +226,11 @@ class TrainConfig(Settings):
         if self.exchange is None and self.replicas == 1:
             return None
         return parse_exchange(self.exchange or "allreduce", self.exchange_options)
+
+    def rates(self) -> Rates:
+        """Rate and momentum of the optimizer: the exchange's own, which it makes of those that are given."""
+        given, options = Rates(self.lr, self.momentum), self.exchange_settings()
+        return given if options is None else options.tuned(given, self.replicas)
 
     @property
     def replica_batch(self) -> int:

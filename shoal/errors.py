@@ -13,7 +13,8 @@
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
         ├── PeerError                    another rank's trouble, which that rank itself tells better
-        │   └── SilentError              another rank that does not answer: frozen, or busy with something else
+        │   ├── SilentError              another rank that does not answer: frozen, or busy with something else
+        │   └── MessageError             another rank said something that has no meaning here
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
@@ -96,6 +97,10 @@ class PeerError(RunError):
 
 class SilentError(PeerError):
     """Another rank did not answer in time. It may live: frozen, far behind, or in another call."""
+
+
+class MessageError(PeerError):
+    """Another rank said something that has no meaning here: a field is missing, of another type, or out of range."""
 
 
 class OutOfMemoryError(RunError):

@@ -1,34 +1,119 @@
-"""Exchanges by name, and what each can be told: how several replicas of one network keep together.
+"""Exchanges by name: how several replicas of one network keep together, and what each can be told.
 
-`--exchange NAME --exchange-options name=value,...` on the command line and `shoal.exchange(...)` in a script are these
-fields and no others. Each field's text says what it does and which paper it is from.
+`--exchange NAME --exchange-options name=value,...` on the command line and `shoal.exchange(...)` in a script are the
+fields of an exchange's `Options` and no others. Everything about a kind of exchange is in its one file: its options,
+what it promises, and what it does. Here is what all have in common, and where to find them.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from importlib import import_module
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import ConfigError, suggestion
 
-Servers = Literal["auto", "direct", "processes", "threads"]
+EXCHANGE_NAMES = (
+    *("allreduce", "sync", "backup"),
+    *("downpour", "dasgd", "softsync", "hogwild"),
+    *("easgd", "admm", "gossip", "local"),
+)
+EXCHANGES: Mapping[str, str] = {name: f"shoal.exchanging.{name}" for name in EXCHANGE_NAMES}
+"""The file of each exchange, loaded when somebody asks for it: it needs torch, and settings are read without."""
+
+
+Place = Literal["none", "direct", "processes", "threads"]
+"""Where common weights are: nowhere but in the replicas, in memory that they share, with servers that are processes, or
+with servers that are threads of replicas."""
+
+
+class Holding(NamedTuple):
+    """Where the common weights of a run are held, and by how many servers."""
+
+    place: Place
+    servers: int = 0
+
+
+class Rates(NamedTuple):
+    """Rate and momentum of a run, and the batches of each replica in which the rate climbs."""
+
+    lr: float
+    momentum: float
+    climb: int = 0
+
+    def told(self, given: "Rates") -> str | None:
+        """For people: what became of the rates that were given; None where nothing did."""
+        changes = [
+            f"{name} {now:g} in the place of {before:g}"
+            for name, now, before in (("lr", self.lr, given.lr), ("momentum", self.momentum, given.momentum))
+            if now != before
+        ]
+        if self.climb:
+            changes.append(f"a climb over each replica's first {self.climb} batches")
+        return ", ".join(changes) or None
 
 
 class ExchangeOptions(BaseModel):
-    """What every exchange can be told."""
+    """What every exchange can be told, and the facts of its kind that a training loop goes by."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
     name: ClassVar[str]
-    lockstep: ClassVar[bool] = False
-    """Whether all replicas take every step together, each on its share of one batch."""
+    same_batch: ClassVar[bool] = False
+    """Whether each replica trains on its share of one batch, so that all take the same number of steps."""
+    averages_every_step: ClassVar[bool] = False
+    """Whether all replicas have the same weights after every step: none is ever stale."""
     survives: ClassVar[bool] = True
     """Whether training goes on when a replica is lost."""
+    takes_late: ClassVar[bool] = True
+    """Whether a replica may join a run that is under way."""
+    asks_ahead: ClassVar[bool] = True
+    """Whether a replica may ask for its next batch before this one is done; not where a step may wait for the batches
+    of other replicas."""
+    asynchronous: ClassVar[bool] = False
+    """Whether the common weights go on while a replica waits, so that a gradient of those it has would be stale."""
+    keeps_own: ClassVar[bool] = False
+    """Whether replicas go on with weights of their own, which are not the common ones. A checkpoint has a slot for
+    each."""
+    counts_received: ClassVar[bool] = False
+    """Whether what replicas receive counts as sent between them: servers are no replicas."""
 
     heartbeat: float = Field(default=5.0, gt=0)
     """Seconds without a sign of life after which a replica counts as frozen and its batches go to others; and after
     which people are told of a server that is frozen."""
+
+    rates: Literal["auto", "given"] = "auto"
+    """What --lr and --momentum are: those of one worker at --batch, which this exchange turns into its own (auto), or
+    already this exchange's own (given)."""
+
+    def tuned(self, given: Rates, replicas: int) -> Rates:
+        """The rates that this exchange has where one worker has those that are given."""
+        return self.own_rates(given, replicas) if self.rates == "auto" and replicas > 1 else given
+
+    def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
+        """Of so many replicas, from those of one worker; the same where every update is by a whole batch."""
+        return given
+
+    @property
+    def lone_batches(self) -> int:
+        """Batches that one replica trains on alone before the others begin."""
+        return 0
+
+    def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
+        """What crosses between a replica and others in one step, of so many bytes of weights.
+
+        `in_memory`: replicas share the memory of the weights. None where it depends on values, or on who is late.
+        """
+        return None
+
+    def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
+        """Where the common weights of a run are; a `ConfigError` where there is no room for them."""
+        return Holding("none")
+
+    def gradients_per_update(self, replicas: int) -> int:  # noqa: ARG002
+        """Gradients that the coordinator lets count for one update; 0 where it does not choose among them."""
+        return 0
 
     def parts_of_batch(self, replicas: int) -> int:
         """Replicas whose gradients make up one batch."""
@@ -37,161 +122,16 @@ class ExchangeOptions(BaseModel):
     def check_replicas(self, replicas: int) -> None:
         """A `ConfigError` where so many replicas cannot do what the options say."""
 
-
-class Allreduce(ExchangeOptions):
-    """Every step all replicas take the mean of their gradients. Exact: R replicas are one with R times the batch."""
-
-    name = "allreduce"
-    lockstep = True
-    survives = False
-
-    bucket_bytes: int = Field(default=25 << 20, gt=0)
-    """Bytes of gradients that are summed at a time."""
-
-
-class Backup(ExchangeOptions):
-    """Of N + b replicas the first N gradients of a version count, the others are dropped (Chen et al. 2016)."""
-
-    name = "backup"
-
-    backups: int = Field(default=1, ge=0)
-    """b: replicas that a step need not wait for. 0 waits for all."""
-
-    def parts_of_batch(self, replicas: int) -> int:
-        """Without the backups: whichever replicas are late."""
-        return replicas - self.backups
-
-    def check_replicas(self, replicas: int) -> None:
-        """Somebody's gradient must count."""
-        if self.backups >= replicas:
-            raise ConfigError(
-                f"backups = {self.backups} leaves none of {replicas} replicas to wait for.",
-                "Give more replicas, or fewer backups.",
-            )
-
-
-class Served(ExchangeOptions):
-    """What exchanges by asynchronous parameter servers have in common."""
-
-    period: ClassVar[int] = 1
-    """Steps between exchanges unless told otherwise."""
-
-    n_sync: int | None = Field(default=None, gt=0)
-    """Steps from one push and fetch to the next (Paine et al. 2013). Sets n_push and n_fetch. Unless given, 1; of dasgd
-    4, because selecting takes time."""
-    n_push: int | None = Field(default=None, gt=0)
-    """Steps from one push to the next (Dean et al. 2012)."""
-    n_fetch: int | None = Field(default=None, gt=0)
-    """Steps from one fetch to the next (Dean et al. 2012)."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """A gradient that is more updates behind than this is dropped, and its batch handed out again."""
-    warm_start: int = Field(default=0, ge=0)
-    """Batches that one replica trains on alone before the others begin (Dean et al. 2012, Paine et al. 2013)."""
-    servers: Servers = "auto"
-    """Where the weights are: direct (shared memory of one host), processes, threads (in the replicas)."""
-    shards: int | None = Field(default=None, gt=0)
-    """Into how many parts the weights are cut, each with a lock of its own; large tensors are split."""
-
-    @property
-    def push_every(self) -> int:
-        """Steps from one push to the next."""
-        return self.n_push or self.n_sync or self.period
-
-    @property
-    def fetch_every(self) -> int:
-        """Steps from one fetch to the next."""
-        return self.n_fetch or self.n_sync or self.period
-
-    def check_replicas(self, replicas: int) -> None:
-        """A replica's threads hold one shard."""
-        if self.servers == "threads" and (self.shards or 0) > replicas:
-            raise ConfigError(
-                f"shards = {self.shards} with servers = 'threads', but there are {replicas} replicas to hold them.",
-                f"Give at most shards={replicas}, or servers=processes.",
-            )
-
-    @model_validator(mode="after")
-    def _check_periods(self) -> "Served":
-        if self.n_sync is not None and (self.n_push or self.n_fetch):
-            raise ConfigError(
-                f"n_sync = {self.n_sync} and n_push or n_fetch both say how often replicas exchange.",
-                "Give n_sync alone, or n_push and n_fetch.",
-            )
-        return self
-
-
-class Downpour(Served):
-    """Asynchronous parameter servers: whoever has a gradient pushes it, nobody waits (Dean et al. 2012)."""
-
-    name = "downpour"
-
-    rule: Literal["auto", "sgd", "adagrad", "add"] = "auto"
-    """What servers do: sgd (with the run's momentum), adagrad (Dean 2012), or add changes that replicas made
-    themselves, with a momentum of their own (Paine 2013). auto: sgd when every step is pushed, else add."""
-
-    @property
-    def server_rule(self) -> Literal["sgd", "adagrad", "add"]:
-        """The rule that `auto` stands for."""
-        if self.rule != "auto":
-            return self.rule
-        return "sgd" if self.push_every == 1 else "add"
-
-
-class Dasgd(Served):
-    """Asynchronous servers with sparse gradients, momentum and decay with staleness (Chan & Lane 2014).
-
-    With `sparse=none, decay=none` it is plain `downpour`, of `rule=add` with `momentum_at=worker`, else of `rule=sgd`.
-    """
-
-    name = "dasgd"
-    period = 4
-
-    sparse: Literal["none", "sampled", "topk", "threshold"] = "sampled"
-    """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is
-    estimated from a sample), those above a fixed threshold (Chan & Lane), or all."""
-    density: float = Field(default=0.01, gt=0, le=1)
-    """Share of each tensor that sampled and topk push."""
-    density_back: float | None = Field(default=None, gt=0, le=1)
-    """Share of each tensor that servers send back over links. Unless given four times `density`: what a replica is not
-    told makes its next gradients stale, and with as little back as forth accuracy was lost."""
-    threshold: float = Field(default=1e-4, gt=0)
-    """Smallest magnitude that `sparse=threshold` pushes."""
-    residual: bool = True
-    """Keep what was not pushed and add it to the next gradient (Strom 2015), or drop it."""
-    momentum_at: Literal["server", "worker"] = "worker"
-    """Where the run's momentum is kept. At the server every weight changes with every push; at the worker and with
-    n_sync over 1 the replica's own optimizer has it, and pushes how far it came."""
-    decay: Literal["none", "exponential", "inverse"] = Field(
-        default="exponential",
-        description="How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014), "
-        "1 / staleness (Zhang et al. 2016).",
-    )
-    decay_base: float = Field(default=0.9, gt=0, le=1)
-    """Base of the exponential decay."""
-
-    @property
-    def share_back(self) -> float:
-        """Share of each tensor that servers send back over links."""
-        return self.density_back or min(1.0, 4 * self.density)
-
-    @model_validator(mode="after")
-    def _check_sparse(self) -> "Dasgd":
-        if self.push_every != self.fetch_every:
-            raise ConfigError(
-                f"dasgd pushes every {self.push_every} and fetches every {self.fetch_every} steps.",
-                "Give n_sync: dasgd pushes and fetches in one go.",
-            )
-        return self
-
-
-EXCHANGES: dict[str, type[ExchangeOptions]] = {kind.name: kind for kind in (Allreduce, Backup, Downpour, Dasgd)}
+    def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:  # noqa: ARG002
+        """What may surprise in these settings, for people."""
+        return []
 
 
 def parse_exchange(name: str, options: Mapping[str, Any]) -> ExchangeOptions:
     """The options of the exchange `name`; an unknown name, an unknown option or a bad value is a `ConfigError`."""
     if name not in EXCHANGES:
         raise ConfigError(f"there is no exchange {name!r}.", suggestion(name, EXCHANGES))
-    kind = EXCHANGES[name]
+    kind: type[ExchangeOptions] = import_module(EXCHANGES[name]).Options
     for option in options:
         if option not in kind.model_fields:
             raise ConfigError(f"the exchange {name!r} has no option {option!r}.", suggestion(option, kind.model_fields))

@@ -1,8 +1,11 @@
 """Whole or absent: files that a reader never sees half written."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+
+_DRAFT = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -25,3 +28,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """`write_atomically` for a text that is already there."""
     write_atomically(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what `write_atomically` could not: drafts of processes that were killed.
+
+    Only for a folder in which nobody writes.
+    """
+    for path in folder.glob(".*.tmp"):
+        if _DRAFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -18,6 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that differ little from others wait for `--thorough`."""
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="other cases are much alike; all of them with --thorough"))
+
+
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[RunOnRanks]:
     """`on_ranks(world, case, ...)`: what the case returned on each rank."""

@@ -1,6 +1,7 @@
 """Every example runs as its docstring says."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ FOLDER = Path(__file__).parent.parent / "examples"
 PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
 UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
 IDIOMS = [FOLDER / f"{name}.py" for name in ("gan", "adversarial", "multi_scale", "two_inputs", "auxiliary_heads")]
-ELSEWHERE = [FOLDER / "exchange_script.py", FOLDER / "ranks.py"]  # tests/cli/test_exchange.py; what idioms share
+REPLICAS = [FOLDER / "exchange_script.py", FOLDER / "replicas_of_groups.py"]
+ELSEWHERE = [FOLDER / "ranks.py"]  # what idioms share
 
 
 def test_every_example_is_tested() -> None:
-    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN + IDIOMS + ELSEWHERE)
+    assert sorted(FOLDER.glob("*.py")) == sorted(PLAIN + UNDER_TORCHRUN + IDIOMS + REPLICAS + ELSEWHERE)
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
@@ -90,3 +92,15 @@ def test_the_ddp_script_runs_and_differs_in_one_line() -> None:
     ddp, ours = ((FOLDER / f"{name}_script.py").read_text().splitlines() for name in ("ddp", "shoal"))
     code = [[line for line in lines[4:] if "nn.parallel" not in line] for lines in (ddp, ours)]
     assert sum(a != b for a, b in zip(*code, strict=True)) == 1
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("exchange_script", 2), ("replicas_of_groups", 4)])
+def test_replicas_have_one_accuracy_in_the_end(name: str, ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run = subprocess.run(
+        [*command, str(FOLDER / f"{name}.py")], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    accuracies = re.findall(r"accuracy (\d\.\d+)", run.stdout)  # ranks may write on one line
+    assert len(accuracies) == ranks
+    assert len(set(accuracies)) == 1

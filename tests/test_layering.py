@@ -41,16 +41,17 @@ ALLOWED: dict[str, set[str]] = {
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units"},
-    "launching": {"errors", "machine"},
-    "linking": {"errors"},
-    "exchanging": {"errors", "exchanges", "traffic", "transport", "linking"},
+    "launching": {"errors", "machine", "transport"},
+    "exchanging": {"errors", "exchanges", "traffic", "transport"},
     "training": NOUNS
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
-    | {"linking", "exchanging"},
+    | {"exchanging"},
+    "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
+    "running": NOUNS | {"launching", "planning", "training", "replicas"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "verifying"},
+    | {"training", "replicas", "running", "verifying"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS
@@ -82,6 +83,22 @@ def forbidden(source: str, layer: str) -> list[str]:
     return wrong
 
 
+NETWORK = {"socket", "socketserver", "selectors", "ssl", "asyncio", "http.server"}
+MAKERS = {"TCPStore", "FileStore", "HashStore", "rendezvous", "init_process_group", "new_group"}
+OPEN_ONLY_THERE = "transport"
+"""The layer that touches sockets and process groups."""
+NAMES_ALONE = {"profiling/links.py": "the host's name"}
+"""Others that import `socket`, and what for: they open nothing."""
+
+
+def touches_network(source: str) -> list[str]:
+    """What only `transport/` may do: import a module that opens sockets, or make a store or a process group."""
+    modules = (name for name in imported_modules(source) if {name, name.rpartition(".")[0]} & NETWORK)
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    called = (func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls)
+    return [*modules, *(name for name in called if name in MAKERS or name.startswith("ProcessGroup"))]
+
+
 def files() -> list[Path]:
     return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
@@ -89,6 +106,29 @@ def files() -> list[Path]:
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path: Path) -> None:
     assert forbidden(path.read_text(), layer_of(path)) == []
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_one_room_touches_the_network(path: Path) -> None:
+    if layer_of(path) == OPEN_ONLY_THERE:
+        return
+    found = touches_network(path.read_text())
+    assert found == (["socket"] if path.relative_to(ROOT).as_posix() in NAMES_ALONE else [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket",
+        "from http import server",
+        "def f():\n    from socket import create_server",
+        "import torch.distributed as dist\ndist.TCPStore('a', 1)",
+        "dist.init_process_group()",
+        "from x import ProcessGroupGloo\nProcessGroupGloo(store, 0, 2)",
+    ],
+)
+def test_that_check_can_fail(source: str) -> None:
+    assert touches_network(source)
 
 
 def test_every_layer_is_named_and_exists() -> None:
@@ -106,7 +146,7 @@ def test_order_has_no_cycle() -> None:
 @pytest.mark.parametrize(
     ("source", "layer"),
     [
-        ("from shoal.training import train", "data"),
+        ("from shoal.running import train", "data"),
         ("import shoal.cli.main", "training"),
         ("from shoal import training", "zoo"),
         ("import torch", "plan"),

@@ -25,6 +25,10 @@ EXCEPTIONS = {
     # how an operator is written for a reader
     ("verdict.py", "aten."),
     ("cli/plan_table.py", "norm"),
+    # functions of torch that a network asks about its call
+    ("capturing/questions.py", "is_autocast_enabled"),
+    ("capturing/questions.py", "is_autocast_cpu_enabled"),
+    ("capturing/questions.py", "get_autocast_dtype"),
     # the word of an augmentation
     ("data/augment.py", "flip"),
 }
@@ -34,6 +38,8 @@ EXCEPTIONS = {
 def is_operator(text: str) -> bool:
     """Whether a text names an operator of torch, with or without its namespace and overload, or begins as names do."""
     word = text.removeprefix("aten.").strip(".").partition(".")[0]
+    if hasattr(object, word):  # such as __eq__, which every object has
+        return False
     return text.startswith("aten.") or (word.isidentifier() and hasattr(torch.ops.aten, word))
 
 

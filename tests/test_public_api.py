@@ -13,6 +13,7 @@ PUBLIC = [
     "elementwise_optimizer",
     *(
         "exchange",
+        "compression",
         "capture",
         "LayerGraph",
         "verify",

@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 
 import shoal
-from shoal.exchanging.sparse import Kind, Remainder, Selector
+from shoal.exchanging.servers.sparse import Remainder, Selection, Selector
 
 SIZES = {"lenet5": ((1, 28, 28), 32, 10), "resnet18": ((3, 32, 32), 32, 10), "alexnet": ((3, 224, 224), 16, 1000)}
-KINDS: tuple[Kind, ...] = ("sampled", "topk", "threshold")
+KINDS: tuple[Selection, ...] = ("sampled", "topk", "threshold")
 CHANGE = "sampled, of a change"
 
 

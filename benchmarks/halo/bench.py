@@ -72,7 +72,7 @@ def measure(transport: Transport, samples: int, channels: int, pixels: int, roun
         return torch.cat([F.conv2d(tile[:, :, :3], weight, padding=(0, 1)), inner], dim=2)
 
     def exchange() -> None:
-        for work in transport.begin_exchange([(1 - transport.rank, edge)], [(1 - transport.rank, theirs)], 7):
+        for work in transport.begin_moves([(1 - transport.rank, edge)], [(1 - transport.rank, theirs)], 7):
             work.wait()
 
     def both() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.common.ranks import is_rank, start_ranks
 from benchmarks.common.turns import Measured, take_turns
-from shoal.linking import Door, Link, LinkLost, connect
+from shoal.transport.links import Door, Link, LinkLost, connect
 
 SIZES = {"512 B": (512, 50), "8 MB": (8_000_000, 4)}
 """Bytes, and round trips per turn."""

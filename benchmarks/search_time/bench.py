@@ -24,7 +24,7 @@ from shoal.planning.elimination import minimise
 from shoal.planning.find import find
 from shoal.planning.stages import stages_of
 from shoal.profiling.measured import Analytic
-from shoal.zoo.registry import build
+from shoal.zoo.by_name import build
 
 PAPER = {
     "lenet5": ("0.01 s", "5.6 s"),

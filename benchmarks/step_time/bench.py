@@ -5,7 +5,8 @@
 Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
 tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans
 marked `/local` use batch_norm="local", which is what DDP computes; "ddp+syncbn" is DDP with a synchronised batch norm
-of the plain kind (one sum of two numbers per channel each way).
+of the plain kind (one sum of two numbers per channel each way). With `--before CHECKOUT` the same plans of an older
+Shoal take turns with the rest.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import platform
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
+from benchmarks.common.before import import_before
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.sync_batch_norm import with_plain_sync
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--others", default="ddp again,fsdp2", help="beside ddp: ddp again, fsdp2, ddp+syncbn")
     parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--before", type=Path, help="another checkout, whose plans take turns too")
     args = parser.parse_args()
     if not is_rank():
         start_ranks("benchmarks.step_time.bench", sys.argv[1:], args.link)
@@ -89,21 +94,23 @@ def main() -> None:
         for name in ["ddp", *filter(None, args.others.split(","))]
     }
     laid = {}
-    for plan in args.plans.split(","):
+    packages = {"shoal": shoal, **({"before": import_before(args.before)} if args.before else {})}
+    for package, plan in product(packages, args.plans.split(",")):
         name, _, statistics = plan.partition("/")
-        laid[plan] = shoal.parallelize(
+        model = packages[package].parallelize(
             deepcopy(plain), (batch, 3, pixels, pixels), name, batch_norm="local" if statistics else "exact"
         )
-        sides[f"shoal {plan}"] = step_of(laid[plan], x, y)
+        laid[f"{package} {plan}"] = model
+        sides[f"{package} {plan}"] = step_of(model, x, y)
     measured = take_turns(sides, rounds=args.rounds)
     if dist.get_rank() == 0:
         print(
             f"{args.model} {pixels}x{pixels}, batch {batch}, 2 ranks of one thread, {args.link}, {args.rounds} rounds"
         )
         print(measured.table("ddp"))
-        for plan, model in laid.items():
+        for side, model in laid.items():
             total = sum(sent.bytes for sent in model.predicted().values())
-            print(f"shoal {plan}: {total / 1e6:.1f} MB sent per rank and step")
+            print(f"{side}: {total / 1e6:.1f} MB sent per rank and step")
         print(f"torch {torch.__version__}, {platform.platform()}")
     dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from shoal.building.journal import CHUNK, Filled, Memory, Place, overwrites
+from shoal.building.factory_journal import CHUNK, Filled, Memory, Place, overwrites
 from shoal.building.playing import Whole, held_elements, obstacle, stream
 from shoal.building.recording import CPU, Recorder, become
 from shoal.errors import ModelError, suggestion
@@ -211,13 +211,13 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _attributes(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules have as plain attributes, also in lists and dicts."""
     registers = ("_parameters", "_buffers", "_modules")
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for word, value in vars(module).items():
             leaves: Iterable[Any] = () if word in registers else tree_leaves(value)
             tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-            found.update({f"{path}.{word}[{at}]".lstrip("."): tensor for at, tensor in enumerate(tensors)})
-    return found
+            by_name.update({f"{path}.{word}[{at}]".lstrip("."): tensor for at, tensor in enumerate(tensors)})
+    return by_name
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.building.journal import Filled, Held, Memory, Place, Ref, Result, Step, grid
+from shoal.building.factory_journal import Filled, Held, Memory, Place, Ref, Result, Step, grid
 from shoal.errors import ModelError
 
 _EXACT = {
@@ -56,8 +56,8 @@ class _Obstacles:
         if memory.dtype.is_complex:
             return "complex numbers"
         start, writes = memory.history(version)
-        if isinstance(start, Result) and (found := self._of_result(start, memory)):
-            return found
+        if isinstance(start, Result) and (obstacle := self._of_result(start, memory)):
+            return obstacle
         return next(filter(None, map(self._of_write, writes)), None)
 
     def _of_write(self, step: Step) -> str | None:
@@ -71,8 +71,8 @@ class _Obstacles:
             if isinstance(leaf, Ref) and leaf is not target:
                 if not (target.covers and leaf.covers and leaf.place.size == target.place.size):
                     return name_of(step)
-                if leaf.memory is not target.memory and (found := self.of_memory(leaf.memory, leaf.version)):
-                    return found
+                if leaf.memory is not target.memory and (obstacle := self.of_memory(leaf.memory, leaf.version)):
+                    return obstacle
         return None
 
     def _of_result(self, result: Result, memory: Memory) -> str | None:
@@ -83,8 +83,8 @@ class _Obstacles:
             if isinstance(leaf, Ref):
                 if not leaf.covers or leaf.place.size != result.place.size:
                     return name_of(step)
-                if found := self.of_memory(leaf.memory, leaf.version):
-                    return found
+                if obstacle := self.of_memory(leaf.memory, leaf.version):
+                    return obstacle
             elif isinstance(leaf, Tensor) and leaf.ndim and leaf.shape != result.place.size:
                 return name_of(step)
         return None

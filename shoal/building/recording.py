@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.building.journal import Draws, Filled, Held, Memory, Place, Ref, Result, Step, grid
+from shoal.building.factory_journal import Draws, Filled, Held, Memory, Place, Ref, Result, Step, grid
 from shoal.building.playing import Whole
 from shoal.errors import ModelError
 

@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OWN = frozenset(vars(nn.Module()))
+OWN = frozenset(vars(nn.Module()))
 """What every module has; parameters, buffers and children are looked at apart."""
-_DEEPEST, _MOST = 6, 20_000
+DEEPEST, MOST = 6, 20_000
+"""How far a look goes into values that hold others, and how many it takes."""
 _MISSING: Any = ("missing",)
 _NOTHING = "nothing"
 _PARAMETERS, _BUFFERS, _MODULES = ", of its parameters", ", of its buffers", ", of its modules"
 
 Look = tuple[Any, ...]
 """A value as it was, to compare with: (kind, ...)."""
+
+_LISTS_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""Attributes in which nn.LSTM, nn.GRU and nn.RNN list their own parameters, anew when these are others."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,9 @@ class Change:
 
     @property
     def expected(self) -> bool:
-        """Whether torch.export itself follows it: a buffer that is given a new value."""
-        return self.owner.endswith(_BUFFERS) and _NOTHING not in (self.before, self.after)
+        """Whether torch.export itself follows it: a buffer that is given a new value, or nn.LSTM's list of weights."""
+        buffer = self.owner.endswith(_BUFFERS) and _NOTHING not in (self.before, self.after)
+        return buffer or self.name in _LISTS_OF_WEIGHTS
 
     @property
     def structural(self) -> bool:
@@ -71,14 +76,14 @@ class Picture:
 
     def changes(self, later: "Picture") -> list[Change]:
         """What is otherwise in a later picture."""
-        found = []
+        changes = []
         for key in {**self.looks, **later.looks}:
             before, after = self.looks.get(key, _MISSING), later.looks.get(key, _MISSING)
             if before != after:
                 old = set(map(id, self.tensors.get(key, ())))
                 new = tuple(tensor for tensor in later.tensors.get(key, ()) if id(tensor) not in old)
-                found.append(Change(*key, _told(before), _told(after), new))
-        return found
+                changes.append(Change(*key, _told(before), _told(after), new))
+        return changes
 
     def restore(self, changes: list[Change]) -> None:
         """Put back what was changed: attributes, and the items of lists, dicts and sets."""
@@ -99,6 +104,13 @@ class Picture:
             elif isinstance(value, deque):
                 value.clear()
                 value.extend(items)
+
+    def put_back(self) -> None:
+        """Every attribute the very object that it was: torch.export leaves copies of lists and dicts."""
+        for (owner, name), (value, _) in self.held.items():
+            holder = self.holders[owner]
+            if (vars(holder) if isinstance(holder, type) else holder).get(name, _MISSING) is not value:
+                _put(holder, name, value)
 
 
 def _put(holder: dict[str, Any] | type, name: str, value: Any) -> None:
@@ -126,7 +138,7 @@ def take(model: nn.Module) -> Picture:
             whole = owner.endswith((_PARAMETERS, _BUFFERS, _MODULES))  # torch.export follows writes to it
             picture.looks[owner, name] = ("one", id(value), type(value).__name__) if whole else looking.at(value)
             picture.held[owner, name] = (value, _items(value))
-            picture.tensors[owner, name] = [one for one in looking.seen if isinstance(one, Tensor)]
+            picture.tensors[owner, name] = [seen for seen in looking.seen if isinstance(seen, Tensor)]
             picture.alive += [value, *looking.seen]
             looking.seen.clear()
     return picture
@@ -138,7 +150,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any] | type, lis
     for path, module in model.named_modules():
         owner = f"module {path!r}" if path else f"the network {type(model).__name__}"
         held = vars(module)
-        yield owner, held, [name for name in held if name not in _OWN]
+        yield owner, held, [name for name in held if name not in OWN]
         for kind in (_PARAMETERS, _BUFFERS, _MODULES):
             yield f"{owner}{kind}", held[f"_{kind.split()[-1]}"], list(held[f"_{kind.split()[-1]}"])
         classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if _is_users(cls)))
@@ -175,14 +187,14 @@ class _Looking:
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.inside: set[int] = set()
-        self.left = _MOST
+        self.left = MOST
 
     def at(self, value: Any, depth: int = 0) -> Look:
         self.left -= 1
         if isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.device):
             return ("plain", type(value).__name__, repr(value))
         self.seen.append(value)
-        if depth > _DEEPEST or self.left < 0 or id(value) in self.inside:
+        if depth > DEEPEST or self.left < 0 or id(value) in self.inside:
             return ("one", id(value), type(value).__name__)
         self.inside.add(id(value))
         try:
@@ -193,7 +205,7 @@ class _Looking:
     def _inner(self, value: Any, depth: int) -> Look:
         kind = type(value).__name__
         if isinstance(value, Tensor):
-            return ("tensor", id(value), _version(value), tuple(value.shape))
+            return ("tensor", id(value), version_of(value), tuple(value.shape))
         if isinstance(value, nn.Module | type) or callable(value):
             return ("one", id(value), kind)
         if isinstance(value, dict):
@@ -210,7 +222,8 @@ class _Looking:
         return ("one", id(value), kind)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """A number that grows when a tensor is changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -230,12 +243,17 @@ def _generator_state(value: Any) -> str | None:
     return None
 
 
+def short(text: str) -> str:
+    """A text for people, of 60 letters at most."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _told(look: Look) -> str:
     match look:
         case ("missing",):
             return _NOTHING
         case ("plain", _, text):
-            return str(text) if len(text) <= 60 else f"{text[:57]}..."
+            return short(text)
         case ("tensor", _, _, shape):
             return f"a tensor {shape}"
         case ("many", kind, items):

@@ -37,7 +37,7 @@ def follow_batch(
         _same((graph.states, graph.counters, graph.outputs), (doubled.states, doubled.counters, doubled.outputs))
         _same([name for name in states if not _equal(states[name], doubled_states[name])], [])
         batch = graph.batch
-        found = replace(
+        following = replace(
             graph,
             inputs={name: _grown_spec(spec, doubled.inputs[name], batch) for name, spec in graph.inputs.items()},
             layers=tuple(_grown_layer(*pair, batch) for pair in zip(graph.layers, doubled.layers, strict=True)),
@@ -45,7 +45,7 @@ def follow_batch(
         )
     except FixedBatchError:
         return mark_samples(graph, doubled)
-    return found
+    return following
 
 
 def mark_samples(graph: LayerGraph, other: LayerGraph) -> LayerGraph:
@@ -71,33 +71,33 @@ def _rows_per_sample(graph: LayerGraph, name: str, other: LayerGraph, theirs: st
     mine, its = graph.specs[name].shape, other.specs[theirs].shape
     if len(mine) != len(its):
         return None
-    found = []
+    rows = []
     for size, grown in zip(mine, its, strict=True):
         if size == grown:
-            found.append(0)
+            rows.append(0)
         elif size * other.batch == grown * graph.batch and size % graph.batch == 0:
-            found.append(size // graph.batch)
+            rows.append(size // graph.batch)
         else:
             return None
-    return tuple(found)
+    return tuple(rows)
 
 
-def _same(one: object, other: object) -> None:
-    if one != other:
-        raise FixedBatchError(f"{one} becomes {other}")
+def _same(a: object, b: object) -> None:
+    if a != b:
+        raise FixedBatchError(f"{a} becomes {b}")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     """Parameters and buffers are the same tensors; constants must have the same values."""
-    return one is other or torch.equal(one, other)
+    return a is b or torch.equal(a, b)
 
 
 def _grown_layer(layer: Layer, doubled: Layer, batch: int) -> Layer:
     _same((layer.op, layer.result, list(layer.arguments)), (doubled.op, doubled.result, list(doubled.arguments)))
     growth = {
-        name: found
+        name: grown
         for name, argument in layer.arguments.items()
-        if (found := _per_sample(argument, doubled.arguments[name], batch))
+        if (grown := _per_sample(argument, doubled.arguments[name], batch))
     }
     return replace(layer, output=_grown_spec(layer.output, doubled.output, batch), per_sample=growth)
 
@@ -107,13 +107,14 @@ def _grown_spec(spec: TensorSpec, doubled: TensorSpec, batch: int) -> TensorSpec
     return replace(spec, per_sample=_per_sample(spec.shape, doubled.shape, batch) or ())
 
 
-def _per_sample(one: Any, other: Any, batch: int) -> Any:
+def _per_sample(single: Any, doubled: Any, batch: int) -> Any:
     """What an argument has per sample, in the argument's own form; 0, or nothing, where it stays."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        items = tuple(_per_sample(*pair, batch) for pair in zip(one, other, strict=True))
+    if isinstance(single, tuple) and isinstance(doubled, tuple) and len(single) == len(doubled):
+        items = tuple(_per_sample(*pair, batch) for pair in zip(single, doubled, strict=True))
         return items if any(items) else 0
-    if type(one) is int and type(other) is int and one and other == 2 * one and one % batch == 0:
-        return one // batch
-    if type(one) is not type(other) or not (one == other or (one != one and other != other)):  # nan is nan
-        raise FixedBatchError(f"{one} becomes {other}")
+    if type(single) is int and type(doubled) is int and single and doubled == 2 * single and single % batch == 0:
+        return single // batch
+    same = single == doubled or (single != single and doubled != doubled)  # nan is nan
+    if type(single) is not type(doubled) or not same:
+        raise FixedBatchError(f"{single} becomes {doubled}")
     return 0

@@ -45,9 +45,9 @@ def casts_of(node: Node, region: Region) -> dict[Node, torch.dtype]:
     """
     if not region.enabled or not isinstance(node.target, torch._ops.OpOverload):
         return {}
-    found, result = _seen(node, region)
+    casts, result = _seen(node, region)
     try:
-        same = _types(_seen(node, OFF, found)[1]) == _types(result)
+        same = _types(_seen(node, OFF, casts)[1]) == _types(result)
     except RuntimeError:  # it mixes types, which only an autocast inside of it brings together
         same = False
     if not same:
@@ -55,7 +55,7 @@ def casts_of(node: Node, region: Region) -> dict[Node, torch.dtype]:
             f"the network uses {node.target} under torch.autocast{line_of(node)}, whose casts cannot be followed.",
             "Put torch.autocast around the call of the network, not inside of it, or cast by x.to(dtype).",
         )
-    return found
+    return casts
 
 
 def _seen(
@@ -63,17 +63,17 @@ def _seen(
 ) -> tuple[dict[Node, torch.dtype], Any]:
     """(casts of arguments, results) of one operator, run on shapes with some arguments cast before."""
     nodes = list(node.all_input_nodes)
-    mode = detect_fake_mode([one.meta.get("val") for one in nodes])
+    mode = detect_fake_mode([source.meta.get("val") for source in nodes])
     if mode is None:  # nothing to cast
         return {}, None
     with mode, torch.no_grad():
-        values = {one: _copy(one.meta["val"], (casts or {}).get(one)) for one in nodes}
+        values = {source: _copy(source.meta["val"], (casts or {}).get(source)) for source in nodes}
         arguments = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Node) else leaf, node.args)
         named = pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Node) else leaf, node.kwargs)
         with _Casts() as seen, region.on():
             target: Any = node.target
             result = target(*arguments, **named)
-    return {one: seen.made[id(value)] for one, value in values.items() if id(value) in seen.made}, result
+    return {source: seen.made[id(value)] for source, value in values.items() if id(value) in seen.made}, result
 
 
 def _types(values: Any) -> list[torch.dtype]:

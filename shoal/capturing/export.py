@@ -4,7 +4,7 @@
               operators --reader.py--> LayerGraph --batch.py--> for any number of samples
 
 Promise   the graph computes what the module computes, in the mode (train or eval) that the module is in. In-place
-          operators and views are followed or refused, never misread. The caller's tensors are never changed.
+          operators and views are followed or refused, never misread; a module that changes its input is refused.
           What a graph cannot hold (hooks, counters, random numbers of Python's) is refused, never forgotten.
 Cost      two runs of torch.export, 0.1 to 2 s each; one more where the module fixes its batch or remembers something.
           Nothing is run on real data.
@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.capturing.batch import follow_batch
-from shoal.capturing.functional import doubtful_write, has_hidden_writes, operator_of
+from shoal.capturing.functional import changed_memory, doubtful_write, has_hidden_writes, memory_of, operator_of
 from shoal.capturing.place import line_of
 from shoal.capturing.prepare import make_differentiable, prepare
 from shoal.capturing.reader import Reading, counting_nodes, read
@@ -73,18 +73,21 @@ def capture_call(model: nn.Module, call: Call) -> Reading:
         refuse_hooks(model)
         reading, traced = _read(model, call, batch)
         _refuse_unknown_draws(reading.graph)
-        found = _following(model, call, reading)
-        if traced.changes or not found.any_batch:  # perhaps it does something else in every pass
+        _refuse_sparse_gradients(reading.graph)
+        followed = _following(model, call, reading)
+        if traced.changes or not followed.any_batch:  # perhaps it does something else in every pass
             with traced.as_left():
                 again, second = _read(model, call, batch)
             refuse_differences(traced, second, same_graph(reading.graph, again.graph))
-        return replace(reading, graph=found)
+        return replace(reading, graph=followed)
 
 
 def _following(model: nn.Module, call: Call, reading: Reading) -> LayerGraph:
     """The graph, for any batch where a second trace with twice the batch says so."""
     batch = reading.graph.batch
-    tensors = [_doubled(one) if follows else one for one, follows in zip(call.tensors, call.following, strict=True)]
+    tensors = [
+        _doubled(tensor) if follows else tensor for tensor, follows in zip(call.tensors, call.following, strict=True)
+    ]
     larger = replace(call, tensors=tuple(tensors), follows=call.following)
     try:
         doubled, _ = _read(model, larger, 2 * batch)
@@ -101,15 +104,17 @@ def _read(model: nn.Module, call: Call, batch: int) -> tuple[Reading, Traced]:
     reading = read(traced.program, model, batch)
     inputs = zip(reading.graph.inputs, call.following, strict=True)
     shared = tuple(name for name, follows in inputs if not follows)
-    return replace(reading, graph=replace(reading.graph, autocast=traced.autocast, shared=shared)), traced
+    graph = replace(reading.graph, autocast=traced.autocast, shared=shared)
+    return replace(reading, graph=graph, asked=traced.asked), traced
 
 
 def _functional(model: nn.Module, call: Call) -> Traced:
     """An exported program in which no operator changes a tensor that is read under another name."""
-    traced = trace(model, *call.arguments(call.tensors))
+    traced = trace(model, *call.arguments(call.tensors), records=call.records)
     program = traced.program
     prepare(program)
     refuse_kept_activations(traced)
+    _refuse_changed_inputs(program)
     if (node := doubtful_write(program.graph)) is not None:
         raise CaptureError(
             f"the network changes a tensor in place that may be another tensor too{line_of(node)}.",
@@ -119,6 +124,20 @@ def _functional(model: nn.Module, call: Call) -> Traced:
         traced = replace(traced, program=_without_writes(program, model))  # slow, and right in every case
         make_differentiable(traced.program)
     return traced
+
+
+def _refuse_changed_inputs(program: ExportedProgram) -> None:
+    given = {memory_of(node): node.name for node in program.graph.nodes if node.op == "placeholder"}
+    own = set(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        changed = {given[memory] for memory in changed_memory(node) if memory in given} & own
+        if changed:
+            raise CaptureError(
+                f"the network changes its input {min(changed)!r} in place{line_of(node)}, which its caller would not "
+                "see.",
+                "Write the new values to a new tensor (x = x + 1 instead of x += 1, ReLU without inplace=True), or "
+                "begin with x = x.clone().",
+            )
 
 
 def _without_writes(program: ExportedProgram, model: nn.Module) -> ExportedProgram:
@@ -162,6 +181,15 @@ def _refuse_unknown_draws(graph: LayerGraph) -> None:
                     f"layer {layer.name!r} draws random numbers by {layer.op}, which ranks would draw differently.",
                     "Use dropout or torch.bernoulli with a fixed probability, or pass the numbers in as an input.",
                 )
+
+
+def _refuse_sparse_gradients(graph: LayerGraph) -> None:
+    for layer in graph.layers:
+        if layer.arguments.get("sparse") is True:
+            raise CaptureError(
+                f"layer {layer.name!r} asks for sparse gradients (sparse=True), which ranks cannot sum.",
+                "Leave sparse=True out, and use an optimizer for dense gradients.",
+            )
 
 
 @contextmanager

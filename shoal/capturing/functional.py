@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from shoal.capturing.functions import may_be_its_input
+from shoal.capturing.custom_functions import may_be_its_input
 from shoal.graph import Layer
 from shoal.operators.base import Operator, operator_named
 from shoal.operators.registry import facts_of
@@ -44,9 +44,9 @@ def twin(target: OpOverload) -> OpOverload | None:
     candidates = sorted(packet.overloads(), key=lambda name: name != overload)
     types = [str(argument.type) for argument in target._schema.arguments]
     for name in candidates:
-        found: OpOverload = getattr(packet, name)
-        if [str(a.type) for a in found._schema.arguments] == types and not found._schema.is_mutable:
-            return found
+        candidate: OpOverload = getattr(packet, name)
+        if [str(a.type) for a in candidate._schema.arguments] == types and not candidate._schema.is_mutable:
+            return candidate
     return None
 
 
@@ -97,9 +97,9 @@ def _doubtful_links(graph: Graph) -> dict[int, set[int]]:
         name = str(node.target)
         if facts_of(name).may_be_input(len(node.all_input_nodes)) or may_be_its_input(name):
             results = [memory_of(result) for result in (node, *node.users)]
-            one = {memory for memory in map(memory_of, node.all_input_nodes) if memory is not None}
+            inputs = {memory for memory in map(memory_of, node.all_input_nodes) if memory is not None}
             other = {memory for memory in results if memory is not None}
-            group = (one | other).union(*(links.get(memory, set()) for memory in one | other))
+            group = (inputs | other).union(*(links.get(memory, set()) for memory in inputs | other))
             links.update(dict.fromkeys(group, group))
     return links
 

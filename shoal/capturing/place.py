@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 _PYTHON = sysconfig.get_paths()["stdlib"]
-_DECORATORS = str(Path(_TORCH) / "utils" / "_contextlib.py")
-_CAPTURING = str(Path(__file__).parent)
+_DECORATORS = str(Path(TORCH) / "utils" / "_contextlib.py")
+CAPTURING = str(Path(__file__).parent)
 _TRACING = str(Path(__file__).with_name("tracing.py"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n\s*(?P<code>[^\n]*)')
 
@@ -32,7 +32,7 @@ def line_of_error(error: BaseException) -> str:
     frames = [
         (frame.filename, frame.lineno or 0, frame.line or "") for frame in traceback.extract_tb(error.__traceback__)
     ]
-    return _deepest([frame for frame in frames if not frame[0].startswith((_CAPTURING, "<"))])
+    return _deepest([frame for frame in frames if not frame[0].startswith((CAPTURING, "<"))])
 
 
 def line_now() -> str:
@@ -42,7 +42,7 @@ def line_now() -> str:
         file = frame.f_code.co_filename
         if file == _TRACING:  # from here on it is the caller's
             break
-        if not file.startswith((_CAPTURING, "<")):
+        if not file.startswith((CAPTURING, "<")):
             frames.append((file, number, linecache.getline(file, number).strip()))
     return _deepest(frames[::-1])
 
@@ -51,16 +51,37 @@ def called_by_network() -> bool:
     """Whether it is the network's own line that called torch just now, not torch itself."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
-        passing = frame.f_code.co_name == "__torch_function__" or file.startswith(_CAPTURING) or file == _DECORATORS
+        passing = frame.f_code.co_name == "__torch_function__" or file.startswith(CAPTURING) or file == _DECORATORS
         if not passing:
-            return not file.startswith(_TORCH)
+            return not file.startswith(TORCH)
     return False
+
+
+def read_by_network() -> bool:
+    """Whether it is the network's own code that reads something of Python's just now: not torch's, nor an import.
+
+    `os.environ.get` is Python's code, so the first line outside of it counts.
+    """
+    own = False
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return False
+        if file.startswith(TORCH):
+            return own
+        own = own or not (file.startswith(CAPTURING) or _of_python(file))
+    return own
+
+
+def _of_python(file: str) -> bool:
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith("<") or (file.startswith(_PYTHON) and not installed)
 
 
 def _deepest(frames: list[tuple[str, int, str]]) -> str:
     """The user's own line; where there is none, the line of torch's layer."""
-    own = [frame for frame in frames if not _is_pythons(frame[0]) and not frame[0].startswith(_TORCH)]
-    layers = [frame for frame in frames if frame[0].startswith(f"{_TORCH}/nn/modules/")]
+    own = [frame for frame in frames if not _is_pythons(frame[0]) and not frame[0].startswith(TORCH)]
+    layers = [frame for frame in frames if frame[0].startswith(f"{TORCH}/nn/modules/")]
     file, line, code = (own or layers or [("", 0, "")])[-1]
     return f" at {file}:{line} ({code})" if file else ""
 

@@ -64,7 +64,7 @@ def make_differentiable(program: ExportedProgram) -> None:
             given: list[Any] = [*node.args, *[0] * (3 - len(node.args))]
             whole, part, dim, *others = given
             with graph.inserting_before(node):
-                pieces = [_added(graph, node, _TO_REAL, _added(graph, node, _PLAIN, one)) for one in (whole, part)]
+                pieces = [_added(graph, node, _TO_REAL, _added(graph, node, _PLAIN, piece)) for piece in (whole, part)]
                 real = _added(graph, node, node.target, *pieces, dim % value.ndim, *others, **node.kwargs)
                 made = _added(graph, node, torch.ops.aten.view_as_complex.default, real)
             node.replace_all_uses_with(made)
@@ -73,7 +73,7 @@ def make_differentiable(program: ExportedProgram) -> None:
 
 def _added(graph: Graph, like: Node, operator: Any, *arguments: Any, **named: Any) -> Node:
     node = graph.call_function(operator, arguments, named)
-    values = [one.meta["val"] if isinstance(one, Node) else one for one in arguments]
+    values = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
     node.meta = {**like.meta, "val": operator(*values, **named)}
     return node
 
@@ -209,4 +209,4 @@ def _is_seen(node: Node, seen: set[Node], followed: set[str]) -> bool:
     exact = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
     if exact or facts_of(str(node.target)).detaches or node.meta.get(_NO_GRAD):
         return False
-    return node.name in followed if node.op == "placeholder" else any(one in seen for one in node.all_input_nodes)
+    return node.name in followed if node.op == "placeholder" else any(source in seen for source in node.all_input_nodes)

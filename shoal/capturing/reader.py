@@ -3,7 +3,7 @@
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
+from shoal.capturing.custom_functions import function_of, is_function
 from shoal.capturing.functional import arguments_of, functional_names, twin
-from shoal.capturing.functions import function_of, is_function
 from shoal.capturing.place import line_of
 from shoal.capturing.signature import Returned
 from shoal.errors import CaptureError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
-from shoal.operators.functions import NAMESPACE, WORD
 from shoal.operators.registry import facts_of
+from shoal.operators.user_function import NAMESPACE, WORD
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Reading:
     states: Mapping[str, Tensor]
     """Its tensors by the names that the graph gives them, constants included."""
     returned: Returned
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """What the network asks about its call (questions.py), and where."""
 
 
 def read(program: ExportedProgram, model: nn.Module, batch: int) -> Reading:
@@ -45,18 +47,18 @@ def counting_nodes(program: ExportedProgram) -> dict[Node, Node]:
     """Nodes that count up a buffer by one, as batch norm counts its batches, with the buffer's own node."""
     signature = program.graph_signature
     counted = {spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION}
-    found: dict[Node, Node] = {}
+    counters: dict[Node, Node] = {}
     for node in program.graph.nodes:
         first = node.args[0] if node.args else None
         if not isinstance(first, Node) or node.args[1:] != (1,) or node.kwargs:
             continue
-        buffer = found.get(first, first)
+        buffer = counters.get(first, first)
         in_place = node.target is torch.ops.aten.add_.Tensor
         if buffer.name not in signature.inputs_to_buffers or buffer.meta["val"].ndim:
             continue
         if in_place or (node.target is torch.ops.aten.add.Tensor and _ends_in(node, counted)):
-            found[node] = buffer
-    return found
+            counters[node] = buffer
+    return counters
 
 
 def _ends_in(node: Node, names: set[str]) -> bool:
@@ -261,7 +263,7 @@ class _Reader:
                 returned.append(value)
             elif spec.kind is OutputKind.BUFFER_MUTATION:
                 self._read_change(str(spec.target), value)
-            elif spec.kind is not OutputKind.USER_INPUT_MUTATION:  # a rank's input is not the caller's to see changed
+            else:
                 raise CaptureError(
                     f"the network changes {spec.target!r} in its forward pass.",
                     "Change parameters between steps, outside of the network.",
@@ -328,7 +330,7 @@ class _Names:
     def unused(self, name: str) -> str:
         """`name`, or `name_2`, `name_3`, ...; paths of leaf modules are theirs alone."""
         candidates = (name if index == 1 else f"{name}_{index}" for index in count(1))
-        free = next(one for one in candidates if one not in self.taken and one not in self.leaves)
+        free = next(path for path in candidates if path not in self.taken and path not in self.leaves)
         self.taken.add(free)
         return free
 

@@ -24,6 +24,8 @@ class Call:
     """Every leaf; None in the place of each tensor."""
     follows: tuple[bool, ...] | None = None
     """Which tensors have samples in dim 0; None: those that are as long there as the first."""
+    records: bool = True
+    """Whether gradients are recorded around it."""
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -45,7 +47,7 @@ class Call:
         """Which tensors have samples in dim 0."""
         if self.follows is not None:
             return self.follows
-        return tuple(one.shape[:1] == (self.samples,) for one in self.tensors)
+        return tuple(tensor.shape[:1] == (self.samples,) for tensor in self.tensors)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same call with other tensors."""
@@ -81,8 +83,8 @@ class Returned:
     plain: tuple[Any, ...]
     """For every leaf its value where it is no tensor."""
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """The result as the network itself would return it."""
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """The result as the network itself would return it; `tensors`: those, or what stands for each."""
         leaves = [
             value if index is None else tensors[index] for index, value in zip(self.leaves, self.plain, strict=True)
         ]

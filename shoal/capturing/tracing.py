@@ -37,6 +37,8 @@ class Traced:
     """Of attributes, without tensors."""
     kept: list[Change]
     """Attributes that were given new tensors; they have the old ones again."""
+    asked: Mapping[str, str]
+    """What the network asks about its call (questions.py), and where."""
 
     @contextmanager
     def as_left(self) -> Iterator[None]:
@@ -48,13 +50,17 @@ class Traced:
             self.before.restore(self.changes)
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Run torch.export. What the network changed of its own attributes is told and taken back."""
+def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, records: bool = True) -> Traced:
+    """Run torch.export. What the network changed of its own attributes is told and taken back.
+
+    `records`: whether the call that it is for records gradients.
+    """
     before = take(model)
     try:
-        program, watch = _watched(model, tuple(args), dict(kwargs))
+        program, watch = _watched(model, tuple(args), dict(kwargs), records)
     finally:
         before.restore(before.changes(take(model)))
+        before.put_back()
     assert watch.before is not None
     assert watch.after is not None
     changes = [change for change in watch.before.changes(watch.after) if not change.expected]
@@ -63,16 +69,18 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         if change.structural:
             raise CaptureError(f"{change}.", "Change the parts of a network between steps, outside of its forward.")
     kept = [change for change in changes if change.tensors]
-    return Traced(program, watch.autocast, watch.before, watch.after, plain, kept)
+    return Traced(program, watch.autocast, watch.before, watch.after, plain, kept, watch.asked)
 
 
-def _watched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, Watch]:
-    watch = Watch(model)
+def _watched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool
+) -> tuple[ExportedProgram, Watch]:
+    watch = Watch(model, records)
     with told(model, [args, kwargs], watch):
         with watch.on():
             program = torch.export.export(model, args, kwargs, strict=False)
         if watch.drawing is not None:  # or it is torch, which imports much in its first run
-            watch = Watch(model)
+            watch = Watch(model, records)
             with watch.on():
                 program = torch.export.export(model, args, kwargs, strict=False)
             if watch.drawing is not None:
@@ -87,7 +95,7 @@ def refuse_kept_activations(traced: Traced) -> None:
     seen: set[Node] = set()
     memories: dict[int, bool] = {}
     for node in graph.nodes:
-        if node.name in inputs or any(one in seen for one in node.all_input_nodes):
+        if node.name in inputs or any(source in seen for source in node.all_input_nodes):
             seen.add(node)
         memory = memory_of(node)
         if memory is not None:

@@ -1,14 +1,17 @@
 """What is watched while torch.export traces a network: all that it would lose, or freeze as it was.
 
-    seen and written down    custom autograd functions (functions.py), torch.inference_mode as no_grad,
+    seen and written down    custom autograd functions (custom_functions.py), torch.inference_mode as no_grad,
                              torch.utils.checkpoint as a plain call
-    refused, by the line     hooks on tensors, torch.autograd.grad, numpy, values changed for backward alone
+    answered                 what the network asks about its call (questions.py)
+    refused, by the line     hooks on tensors, torch.autograd.grad, numpy, values changed for backward alone, errors of
+                             the trace itself that the network catches
     refused, by the module   hooks on modules, random numbers that are not torch's, checkpointed batch norm
 
 Some of it is done by replacing functions of torch for the time of the trace, in this thread only.
 """
 
 import logging
+import os
 import random
 import sys
 import threading
@@ -20,21 +23,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import vmap as torch_vmap
+from torch._subclasses.fake_tensor import DataDependentOutputException, is_fake
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from shoal.capturing.attributes import Picture, take
-from shoal.capturing.functions import Tracing
-from shoal.capturing.place import called_by_network, line_now
+from shoal.capturing.custom_functions import Tracing
+from shoal.capturing.place import called_by_network, line_now, read_by_network
+from shoal.capturing.questions import GRAD_MODE, REQUIRES_GRAD, askable, from_network, question_of, variable
 from shoal.errors import CaptureError
 
 log = logging.getLogger("shoal")
 
 _ALLOWED_HOOKS = ("torch.nn.utils.", "timm.", "shoal.")
 """Where hooks come from that keep nothing: torch's weight norm and spectral norm compute a part of the network."""
+
+_GLOBAL_HOOKS: list[dict[int, Any]] = [
+    getattr(torch_modules, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
+"""torch's own places for hooks on all modules."""
 
 _OUTSIDE = "or leave that part of the network outside of shoal.parallelize."
 
@@ -65,18 +77,14 @@ _REFUSED_CALLS = {
 
 def refuse_hooks(model: nn.Module) -> None:
     """Hooks that a graph would not call, and parameters that do not exist yet."""
-    for name, hooks in vars(torch_modules).items():
-        if name.startswith(("_global_forward", "_global_backward")) and isinstance(hooks, dict) and hooks:
-            hook = next(iter(hooks.values()))
-            if isinstance(hook, bool):  # flags beside the hooks
-                continue
-            raise CaptureError(
-                f"there is a hook on all modules ({_function_name(hook)}), which a parallel network would not call.",
-                "Remove it before shoal.parallelize.",
-            )
+    if (common_hook := hook_on_all()) is not None:
+        raise CaptureError(
+            f"there is a hook on all modules ({common_hook}), which a parallel network would not call.",
+            "Remove it before shoal.parallelize.",
+        )
     for path, module in model.named_modules():
         where = f"module {path!r}" if path else f"the network {type(model).__name__}"
-        if any(is_lazy(one) for one in [*module._parameters.values(), *module._buffers.values()]):
+        if any(is_lazy(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()]):
             raise CaptureError(
                 f"{where} has parameters without a shape.", "Run the network once before shoal.parallelize."
             )
@@ -93,6 +101,15 @@ def refuse_hooks(model: nn.Module) -> None:
                     f"{where} has a forward hook ({_function_name(hook)}), which a parallel network would not call.",
                     "Remove it before shoal.parallelize. To see an inner value, return it as a further output.",
                 )
+
+
+def hook_on_all() -> str | None:
+    """The name of a hook that torch calls for every module there is; None without one, or where it is ours."""
+    for hooks in _GLOBAL_HOOKS:
+        for hook in list(hooks.values()):
+            if not _home(hook).startswith("shoal."):
+                return _function_name(hook)
+    return None
 
 
 def keeps_nothing(hook: Any) -> bool:
@@ -113,8 +130,10 @@ def _function_name(hook: Any) -> str:
 class Watch:
     """One trace under watch."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, records: bool = True) -> None:
+        self.model, self._records = model, records
+        self.asked: dict[str, str] = {}
+        """What the network asks about its call, and where."""
         self.refused: list[CaptureError] = []
         """What was refused, even if the network caught the error."""
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -132,6 +151,8 @@ class Watch:
         self._calls: _Calls | None = None
         """Sees the network's calls while it runs."""
         self._checkpointed = 0
+        self._undecided: CaptureError | None = None
+        """What the trace could not decide, even if the network caught the error."""
         self._functions = Tracing()
 
     @contextmanager
@@ -148,6 +169,8 @@ class Watch:
                 self.drawing = self.drawing or self.where(())
                 _restore_generators(kept)
         self.raise_refused()
+        if self._undecided is not None:  # the network caught it
+            raise self._undecided
 
     def raise_refused(self) -> None:
         """What the network did that cannot be followed, first to last."""
@@ -209,6 +232,17 @@ class Watch:
         stack.enter_context(self._extended(torch_vmap, "_vmap_increment_nesting", self._refuse_transform))
         hooks = torch.autograd.graph.saved_tensors_hooks
         stack.enter_context(self._extended(hooks, "__enter__", self._refuse_saved))
+        for kind in (GuardOnDataDependentSymNode, DataDependentOutputException):
+            stack.enter_context(self._extended(kind, "__init__", self._note_undecided))
+        for (owner, name), question in askable():
+            plain = getattr(owner, name)
+            stack.enter_context(_replaced(owner, name, self._mine(partial(self._answer, plain, question), plain)))
+        stack.enter_context(self._extended(torch.enable_grad, "__enter__", lambda _: self._switch_on(mode=True)))
+        stack.enter_context(
+            self._extended(torch.set_grad_enabled, "__init__", lambda _, mode: self._switch_on(mode=mode))
+        )
+        plain = os._Environ.__getitem__
+        stack.enter_context(_replaced(os._Environ, "__getitem__", self._mine(partial(_of_self, self, plain), plain)))
         for register, own_hook in (
             (torch_modules.register_module_forward_pre_hook, self._enter_module),
             (torch_modules.register_module_forward_hook, self._leave_module),
@@ -281,6 +315,42 @@ class Watch:
                 f"Remove torch.autograd.graph.saved_tensors_hooks, {_OUTSIDE}",
             )
 
+    # Questions
+
+    def ask(self, question: str) -> None:
+        """The network asks something about its call."""
+        self.asked.setdefault(question, line_now())
+
+    def requires_grad(self, tensor: Tensor, found: bool) -> bool:
+        """What the network hears of a tensor; gradients are always recorded in a trace."""
+        return found and (self._records or tensor.is_leaf)
+
+    def _answer(self, plain: Callable[..., Any], question: str, *args: Any, **kwargs: Any) -> Any:
+        if not from_network(3):
+            return plain(*args, **kwargs)
+        if not question:
+            return False
+        self.ask(question)
+        found = plain(*args, **kwargs)
+        return found and self._records if question == GRAD_MODE else found
+
+    def _switch_on(self, *, mode: bool) -> None:
+        """Gradients are switched on by the network, whatever its caller says."""
+        if mode and called_by_network():
+            self.ask(GRAD_MODE)
+            if not self._records:
+                self.refuse(
+                    f"the network switches gradients on{line_now()}, and is called without them.",
+                    "Call it without torch.no_grad() and torch.inference_mode(), and detach what it returns.",
+                )
+
+    def _note_undecided(self, *_: Any, **__: Any) -> None:
+        self._undecided = self._undecided or CaptureError(
+            f"the network catches an error of its capture{line_now()}: what it does next depends on the values of a "
+            "tensor.",
+            f"Write it without the decision (torch.where, or a fixed setting), {_OUTSIDE}",
+        )
+
     # Precision
 
     def _enter_autocast(self, plain: Callable[..., Any], autocast: Any) -> Any:
@@ -310,7 +380,7 @@ class Watch:
     def _reentrant(self, function: Callable[..., Any], given: list[Any]) -> Any:
         """A plain call, where some argument has a gradient; else torch would give none to anything inside."""
         learns = any(isinstance(value, Tensor) and value.requires_grad for value in given)
-        if self.model.training and torch.is_grad_enabled() and not learns:
+        if self._records and torch.is_grad_enabled() and not learns:
             self.refuse(
                 f"{self.where()} calls torch.utils.checkpoint with use_reentrant=True on tensors without a gradient"
                 f"{line_now()}, which leaves all parameters inside without one.",
@@ -354,10 +424,10 @@ class Watch:
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         while self._modules:
-            one, before = self._modules.pop()
-            if one == id(module):
+            entered, before = self._modules.pop()
+            if entered == id(module):
                 if self.drawing is None and _generators() != before:
-                    self.drawing = self.where((*(other for other, _ in self._modules), one))
+                    self.drawing = self.where((*(other for other, _ in self._modules), entered))
                 break
         if not self._modules:
             self._stop_calls()
@@ -379,8 +449,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if found := _REFUSED_CALLS.get(getattr(func, "__qualname__", "")):
-            self.watch.refuse(f"the network {found[0]}{line_now()}.", found[1])
+        if refusal := _REFUSED_CALLS.get(getattr(func, "__qualname__", "")):
+            self.watch.refuse(f"the network {refusal[0]}{line_now()}.", refusal[1])
         if func is torch._C._set_grad_enabled:
             self.watch.set_grad(*args)
         if func in _NORMS:
@@ -391,7 +461,20 @@ class _Calls(TorchFunctionMode):
                 f"the network looks into autograd's own graph{line_now()}.",
                 f"Use a torch.autograd.Function to change gradients, {_OUTSIDE}",
             )
+        if torch.is_grad_enabled():
+            for value in pytree.tree_iter((args, kwargs)):
+                if isinstance(value, Tensor) and value.requires_grad and not is_fake(value):
+                    self.watch.refuse(
+                        f"a tensor that learns is used{line_now()}, and is no parameter of the network: it would get "
+                        "no gradient.",
+                        "Register it as a parameter of the network, detach it, or compute that part outside of "
+                        "shoal.parallelize.",
+                    )
         result = func(*args, **kwargs)
+        if (question := question_of(func)) is not None and called_by_network():
+            self.watch.ask(question)
+            if question == REQUIRES_GRAD:
+                result = self.watch.requires_grad(args[0], result)
         for value in result if type(result) in (tuple, list) else (result,):
             if isinstance(value, Tensor) and not all(type(size) is int for size in value.shape):
                 self.watch.refuse(
@@ -399,6 +482,13 @@ class _Calls(TorchFunctionMode):
                     "Keep the shape fixed (torch.where, a mask that is multiplied, topk with a fixed k), " + _OUTSIDE,
                 )
         return result
+
+
+def _of_self(watch: Watch, plain: Callable[..., Any], environment: Any, name: str) -> Any:
+    """`os.environ[name]`, which the network may read."""
+    if read_by_network():
+        watch.ask(variable(name))
+    return plain(environment, name)
 
 
 def _plain_apply(cls: type[torch.autograd.Function], *arguments: Any, **named: Any) -> Any:

@@ -72,9 +72,9 @@ def plan(ctx: click.Context, /, out: Path | None, picture: Path | None, **option
     console.print(_headline(config.model, graph, report.plan, where) + "\n", markup=False, soft_wrap=True)
     plan_table.show_layers(console, report.price, graph, report.why)
     console.print()
-    plan_table.show_totals(console, report.price, report.found)
+    plan_table.show_totals(console, report.price, report.search)
     console.print()
-    plan_table.show_rivals(console, report.price, report.plan.name, report.entrants, report.found.fixed, report.race)
+    plan_table.show_rivals(console, report.price, report.plan.name, report.entrants, report.search.fixed, report.race)
     if report.remembered:
         console.print("Remembered from before; --fresh measures, searches and races again.")
     for file in (out, picture):
@@ -103,14 +103,14 @@ def show(file: Path, picture: Path | None, **options: Any) -> None:
     from shoal.cli import plan_job
     from shoal.planning.why import explained
 
-    (found,) = plan_job.priced(config, loaded)
+    (priced,) = plan_job.priced(config, loaded)
     if picture is not None:
-        _draw(picture, config.model, found.graph, found.price, losses=found.model.losses)
+        _draw(picture, config.model, priced.graph, priced.price, losses=priced.model.losses)
     where = config.cluster or f"timings {config.timings}"
-    console.print(_headline(config.model, found.graph, loaded, where) + "\n", markup=False, soft_wrap=True)
-    plan_table.show_layers(console, found.price, found.graph, explained(found.model, found.price.cuts))
+    console.print(_headline(config.model, priced.graph, loaded, where) + "\n", markup=False, soft_wrap=True)
+    plan_table.show_layers(console, priced.price, priced.graph, explained(priced.model, priced.price.cuts))
     console.print()
-    plan_table.show_totals(console, found.price)
+    plan_table.show_totals(console, priced.price)
     if picture is not None:
         console.print(f"wrote {picture}", markup=False, soft_wrap=True)
 
@@ -136,13 +136,13 @@ def diff(first: Path, second: Path, **options: Any) -> None:
         return
     from shoal.cli import plan_job
 
-    one, two = plan_job.priced(config, *plans)
-    plan_table.show_difference(console, plans, (one.price, two.price), one.graph)
+    before, after = plan_job.priced(config, *plans)
+    plan_table.show_difference(console, plans, (before.price, after.price), before.graph)
 
 
-def _headline(model: str, graph: "LayerGraph", found: Plan, where: str) -> str:
+def _headline(model: str, graph: "LayerGraph", shown: Plan, where: str) -> str:
     batch = " x ".join(map(str, next(iter(graph.inputs.values())).shape))
-    return f"{model} under {found.name} on {found.ranks} ranks ({where}): batch {batch}"
+    return f"{model} under {shown.name} on {shown.ranks} ranks ({where}): batch {batch}"
 
 
 def _check_writable(*files: Path | None) -> None:

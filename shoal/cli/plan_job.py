@@ -25,7 +25,7 @@ from shoal.machine import threads_each
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel
-from shoal.planning.find import Found, find, pinned_layers
+from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.speeds import Speeds
@@ -45,7 +45,7 @@ class Report:
     plan: Plan
     price: Price
     why: Mapping[str, Alternative]
-    found: Found
+    search: SearchResult
     entrants: Mapping[str, Price]
     """What was or would be raced, by name."""
     race: tuple[Finish, ...] = ()
@@ -77,8 +77,8 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     ranks = speeds.cluster.ranks
     check_pins(pins, captured.graphs[True], ranks)
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
-    found = find(model, pins=pins, memory=config.memory)
-    return captured, _report(model, found.plan, found, config.memory, pins)
+    search = find(model, pins=pins, memory=config.memory)
+    return captured, _report(model, search.plan, search, config.memory, pins)
 
 
 def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
@@ -106,8 +106,8 @@ def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: 
             torch.set_num_threads(threads_each(config.threads, world.local_size or world.size))
             return function(config, progress)
     threads = threads_each(config.threads, config.workers)
-    found = run(function, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
-    return found[0]
+    of_ranks = run(function, config, progress, workers=config.workers, threads=threads, timeout=config.timeout)
+    return of_ranks[0]
 
 
 def _choose(config: PlanConfig, progress: Progress) -> Report:
@@ -122,8 +122,8 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
     model = cost_model(captured, Measured(timings), transport.world, batch_norm=config.batch_norm)
     report: Report | None = None
     if transport.rank == 0:
-        found = chosen.found or find(model, pins=pins, memory=config.memory)
-        report = _report(model, chosen.plan, found, config.memory, pins, chosen.race, remembered=chosen.remembered)
+        search = chosen.search or find(model, pins=pins, memory=config.memory)
+        report = _report(model, chosen.plan, search, config.memory, pins, chosen.race, remembered=chosen.remembered)
     told: Report = transport.gather_objects(report)[0]
     tell(1, 1, "")
     return told
@@ -145,25 +145,25 @@ def _silent(done: int, total: int, what: str) -> None:
 def _report(
     model: CostModel,
     plan: Plan,
-    found: Found,
+    search: SearchResult,
     memory: int | None,
     pins: Mapping[str, Cut],
     race: tuple[Finish, ...] = (),
     *,
     remembered: bool = False,
 ) -> Report:
-    by_cuts = [*found.candidates, *found.fixed]
+    by_cuts = [*search.candidates, *search.fixed]
     cuts = dict(plan.layers)
-    known = next((one for one in by_cuts if one.cuts == cuts), None)
+    known = next((candidate for candidate in by_cuts if candidate.cuts == cuts), None)
     mine = known or price(model, cuts, plan.name)
     return Report(
         plan=plan,
         price=mine,
-        why=found.why if found.price.cuts == cuts else explained(model, cuts, pinned_layers(model.graph, pins)),
-        found=found,
+        why=search.why if search.price.cuts == cuts else explained(model, cuts, pinned_layers(model.graph, pins)),
+        search=search,
         entrants={
-            name: next(one for one in by_cuts if one.cuts == dict(entrant.layers))
-            for name, entrant in racers(found, memory).items()
+            name: next(candidate for candidate in by_cuts if candidate.cuts == dict(entrant.layers))
+            for name, entrant in racers(search, memory).items()
         },
         race=race,
         remembered=remembered,
@@ -191,13 +191,13 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
     captured = capture(config)
     graph = captured.graphs[True]
     also = [layer.name for layer in captured.graphs[False].layers]
-    found = []
+    plans_priced = []
     for plan in plans:
         speeds = _speeds(config.cluster, config.timings, plan.ranks)
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         cuts = resolve(plan, graph, plan.ranks, also).cuts
-        found.append(Priced(graph, price(model, cuts, plan.name), model))
-    return found
+        plans_priced.append(Priced(graph, price(model, cuts, plan.name), model))
+    return plans_priced
 
 
 def _speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:

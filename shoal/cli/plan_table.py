@@ -12,7 +12,7 @@ from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.partition import Cut
 from shoal.plan import Plan
-from shoal.planning.find import Found
+from shoal.planning.find import SearchResult
 from shoal.planning.price import LayerPrice, Price
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import followed
@@ -62,12 +62,12 @@ def rows_of(price: Price, graph: LayerGraph) -> list[Row]:
     return [
         Row(
             group[0].name,
-            tuple(_word(one.op) for one in group[1:]),
+            tuple(_word(member.op) for member in group[1:]),
             group[0].cut,
-            sum(one.compute for one in group),
-            sum(one.communication for one in group),
-            sum(one.bytes for one in group),
-            sum(one.memory for one in group),
+            sum(member.compute for member in group),
+            sum(member.communication for member in group),
+            sum(member.bytes for member in group),
+            sum(member.memory for member in group),
         )
         for group in groups
     ]
@@ -171,18 +171,18 @@ def _signed_size(count: int) -> str:
     return f"{'+' if count >= 0 else '-'}{show_bytes(abs(count))}"
 
 
-def show_totals(console: Console, price: Price, found: Found | None = None) -> None:
+def show_totals(console: Console, price: Price, search: SearchResult | None = None) -> None:
     """What the step takes, and what the search knows about it."""
     table = Table(show_header=False, box=None, pad_edge=False)
     parts = f"compute {_time(price.compute)}, sums not hidden {_time(price.exposed)}, update {_time(price.update)}"
     table.add_row("predicted step", f"[bold]{_time(price.seconds)}[/bold] ({parts})")
-    if found is not None and found.bound:
-        table.add_row("lower bound", f"{_time(found.bound)}: no plan over these cuts is faster, by this cost model")
+    if search is not None and search.bound:
+        table.add_row("lower bound", f"{_time(search.bound)}: no plan over these cuts is faster, by this cost model")
     table.add_row("sent per step", f"{show_bytes(price.bytes)}, by {price.ranks} ranks together")
     table.add_row("peak per rank", ", ".join(_some([show_bytes(memory.total) for memory in price.memory])))
-    if found is not None:
-        seconds = f"{found.search_seconds:.2g} s, after {found.table_seconds:.2g} s for the tables"
-        table.add_row("search", f"{seconds}; {found.stages} stages, {found.choices} cuts")
+    if search is not None:
+        seconds = f"{search.search_seconds:.2g} s, after {search.table_seconds:.2g} s for the tables"
+        table.add_row("search", f"{seconds}; {search.stages} stages, {search.choices} cuts")
     console.print(table)
 
 
@@ -201,22 +201,23 @@ def show_rivals(
     race: Sequence[Finish],
 ) -> None:
     """The fixed strategies and other entrants of the race beside the plan, best prediction first."""
-    finishes = {one.name: one.seconds for one in race}
-    everyone = {chosen_name: chosen, **{one.name: one for one in fixed}, **entrants}
+    finishes = {rival.name: rival.seconds for rival in race}
+    everyone = {chosen_name: chosen, **{rival.name: rival for rival in fixed}, **entrants}
     ordered: list[tuple[list[str], Price]] = []
-    for name, one in sorted(everyone.items(), key=lambda item: (item[0] != chosen_name, item[1].seconds)):
-        alike = next((names for names, other in ordered if other.cuts == one.cuts), None)
+    for name, rival in sorted(everyone.items(), key=lambda item: (item[0] != chosen_name, item[1].seconds)):
+        alike = next((names for names, other in ordered if other.cuts == rival.cuts), None)
         if alike is None:
-            ordered.append(([name], one))
+            ordered.append(([name], rival))
         else:  # a strategy that the search found too
             alike.append(name)
     headings = ["predicted", "ratio", "sent", "peak"] + (["measured", "error"] if race else [])
     cells, names = [], []
-    for alike, one in ordered:
-        row = [_time(one.seconds), f"{one.seconds / chosen.seconds:.2f}", _size(one.bytes), show_bytes(one.peak)]
+    for alike, rival in ordered:
+        ratio = f"{rival.seconds / chosen.seconds:.2f}"
+        row = [_time(rival.seconds), ratio, _size(rival.bytes), show_bytes(rival.peak)]
         if race:
             took = next((finishes[name] for name in alike if name in finishes), None)
-            row += ["-", "-"] if took is None else [_time(took), f"{(one.seconds - took) / took:+.0%}"]
+            row += ["-", "-"] if took is None else [_time(took), f"{(rival.seconds - took) / took:+.0%}"]
         cells.append(row)
         names.append((" = ".join(alike) + (" (chosen)" if chosen_name in alike else ""), ""))
     _print_table(console, "plan", names, headings, cells)
@@ -235,15 +236,15 @@ def show_lines(console: Console, plan: Plan) -> None:
 
 def show_differing_lines(console: Console, a: Plan, b: Plan) -> None:
     """Lines that two plan files do not share."""
-    one, two = dict(a.layers), dict(b.layers)
-    names = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+    first, second = dict(a.layers), dict(b.layers)
+    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
     if not names:
         console.print("Both plans cut every layer alike.")
         return
-    cells = [[str(one.get(name, "-")), str(two.get(name, "-"))] for name in names]
+    cells = [[str(first.get(name, "-")), str(second.get(name, "-"))] for name in names]
     headings = _headings(a, b)
     _print_table(console, "layer", [(name, "") for name in names], headings, cells, left=headings)
-    console.print(f"{len(names)} of {len({*one, *two})} lines differ.")
+    console.print(f"{len(names)} of {len({*first, *second})} lines differ.")
 
 
 def _headings(a: Plan, b: Plan) -> list[str]:
@@ -252,16 +253,16 @@ def _headings(a: Plan, b: Plan) -> list[str]:
 
 def show_difference(console: Console, plans: tuple[Plan, Plan], prices: tuple[Price, Price], graph: LayerGraph) -> None:
     """Stage by stage where cuts, seconds or bytes differ, and in total; the second minus the first."""
-    one, two = ({layer.name: layer for layer in price.layers} for price in prices)
+    layers, other_layers = ({layer.name: layer for layer in price.layers} for price in prices)
     first, second = (rows_of(price, graph) for price in prices)
     heads = [row.name for row in first if row.name in {other.name for other in second}]
     home = _homes(graph, heads)
     names, cells = [], []
     for head in heads:
         members = [name for name, owner in home.items() if owner == head]
-        seconds = [sum(of[m].compute + of[m].communication for m in members) for of in (one, two)]
-        sent = [sum(of[m].bytes for m in members) for of in (one, two)]
-        cuts = [str(of[head].cut) for of in (one, two)]
+        seconds = [sum(of[m].compute + of[m].communication for m in members) for of in (layers, other_layers)]
+        sent = [sum(of[m].bytes for m in members) for of in (layers, other_layers)]
+        cuts = [str(of[head].cut) for of in (layers, other_layers)]
         if cuts[0] != cuts[1] or sent[0] != sent[1] or abs(seconds[1] - seconds[0]) > 5e-7:
             names.append((head, ""))
             cells.append([*cuts, _time(seconds[0]), _signed_time(seconds[1] - seconds[0]), _size(sent[0]),
@@ -286,14 +287,14 @@ def show_difference(console: Console, plans: tuple[Plan, Plan], prices: tuple[Pr
 def _homes(graph: LayerGraph, heads: Sequence[str]) -> dict[str, str]:
     """For every layer the row it is counted in: the last head at or before it in its stage."""
     stage_of = {op.layer.name: stage for stage in stages_of(graph, 1) for op in stage.ops}
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for layer in graph.layers:
         stage = stage_of.get(layer.name)
         if layer.name in heads or stage is None:
-            found[layer.name] = layer.name
+            homes[layer.name] = layer.name
         else:
             members = [op.layer.name for op in stage.ops]
-            found[layer.name] = next(
+            homes[layer.name] = next(
                 name for name in reversed(members[: members.index(layer.name) + 1]) if name in heads
             )
-    return found
+    return homes

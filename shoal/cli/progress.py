@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from shoal.result import ExchangeReport, RunResult
-from shoal.training.folder import RunFolder
 from shoal.training.listener import About, Listener
+from shoal.training.run_folder import RunFolder
 from shoal.units import show_bytes, show_seconds
 
 PLAIN_LINE_SECONDS = 10.0
@@ -129,12 +129,12 @@ class _Lines(Listener):
 def _add_exchange(table: Table, result: RunResult, exchanged: ExchangeReport) -> None:
     """Who did what between replicas, one line per fact."""
     each = exchanged.replicas
-    table.add_row("updates", ", ".join(f"replica {number}: {one.updates:,}" for number, one in each.items()))
-    waits = [f"{one.wait_seconds / max(one.train_seconds, 1e-9):.0%}" for one in each.values()]
+    table.add_row("updates", ", ".join(f"replica {number}: {score.updates:,}" for number, score in each.items()))
+    waits = [f"{score.wait_seconds / max(score.train_seconds, 1e-9):.0%}" for score in each.values()]
     table.add_row("time in the exchange", ", ".join(waits))
     if result.staleness is not None:
         table.add_row("staleness", f"mean {result.staleness.mean:.2f}, at most {result.staleness.max}")
-    dropped = sum(one.dropped for one in each.values())
+    dropped = sum(score.dropped for score in each.values())
     if dropped:
         table.add_row("dropped gradients", f"{dropped:,}")
     moved = result.bytes_per_step

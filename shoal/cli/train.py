@@ -45,10 +45,10 @@ def train(
         click.echo(config.to_yaml(), nl=False)
         return
     # torch loads here and not before: a wrong option is answered at once
-    from shoal import training
+    from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    training.train(config, progress_for_people())
+    running.train(config, progress_for_people())
 
 
 def _from_recipe(recipe: Path | None) -> dict[str, Any]:
@@ -64,20 +64,20 @@ def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
     if recipe is not None:
         raise ConfigError(
             f"--resume takes its settings from {str(folder)!r}, not from the recipe {str(recipe)!r}.",
-            "Leave the recipe away; options such as --epochs may be given anew.",
+            "Leave the recipe out; options such as --epochs may be given anew.",
         )
-    from shoal import training
+    from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    training.resume(folder, changes, progress_for_people())
+    running.resume(folder, changes, progress_for_people())
 
 
 def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:
     if recipe is not None or given:
         raise ConfigError(
             f"--join takes its settings from the run in {str(folder)!r}.",
-            "Leave the recipe and all other options away.",
+            "Leave out the recipe and all other options.",
         )
-    from shoal.training.replicated import join_run
+    from shoal.replicas.run import join_run
 
     join_run(folder)

@@ -35,12 +35,12 @@ def verify(file: Path | None, everything: bool, **options: str | None) -> None:
         raise OutputError(f"{str(file)!r} cannot be written: its folder is not there.", "Name a file in a folder.")
     # torch loads here and not before: a wrong option is answered at once
     from shoal import launching
-    from shoal.verifying import job
+    from shoal.verifying import from_settings
 
     starting, rank = Announcer(), launching.surrounding()
     starting("loading")
     try:
-        verdict = job.start(config, Announcer())
+        verdict = from_settings.start(config, Announcer())
     finally:
         starting("")
     if rank is None or rank.rank == 0:
@@ -100,14 +100,14 @@ def sentences(verdict: Verdict) -> list[str]:
     """The verdict in words."""
     limits = f"the largest relative difference is {verdict.worst:.1e} (tolerance {verdict.tolerance:.0e})"
     later = f"after the steps {verdict.worst_later:.1e} (tolerance {verdict.later_tolerance:.0e})"
-    found = [f"{'Equal' if verdict.passed else 'DIFFERENT'}: {limits}, {later}."]
+    lines = [f"{'Equal' if verdict.passed else 'DIFFERENT'}: {limits}, {later}."]
     if verdict.later_tolerance > verdict.tolerance:
-        found.append("One device is that far from itself after the steps when its weights change in their last bit.")
+        lines.append("One device is that far from itself after the steps when its weights change in their last bit.")
     if verdict.culprit is not None:
-        found.append(f"At fault: {verdict.culprit}.")
+        lines.append(f"At fault: {verdict.culprit}.")
         if verdict.batch_norm == "local" and verdict.culprit.mixes_samples:
-            found.append("--batch-norm local asks for this: each worker's samples have statistics of their own.")
-    return found
+            lines.append("--batch-norm local asks for this: each worker's samples have statistics of their own.")
+    return lines
 
 
 def _table(verdict: Verdict, rows: tuple[LayerDifferences, ...]) -> Table:

@@ -8,7 +8,7 @@ from shoal.data.catalog import AUDIOMNIST, FASHION_MNIST, NUCLEI, PETS32, defaul
 from shoal.data.dataset import Splits
 from shoal.data.digits import load_digits
 from shoal.data.fashion import load_fashion
-from shoal.data.folder import load_folder
+from shoal.data.image_folder import load_folder
 from shoal.data.npz import load_npz
 from shoal.data.prepared import load_audiomnist, load_nuclei, load_pets32
 from shoal.data.resized import Resized

@@ -1,21 +1,43 @@
-"""What every exchange is to a training loop, and what it tells about itself."""
+"""What every exchange offers to a training loop, and what it reports."""
 
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from shoal.exchanges import ExchangeOptions
+from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
+
+
+class Kind(ExchangeOptions):
+    """A kind of exchange: the `Options` of its file. Adding one means adding a file with such a class."""
+
+    @abstractmethod
+    def join(self, replica: Replica, seat: Seat, number: int) -> "Exchange":
+        """One rank's side, of replica `number`. All ranks of the replica call it."""
+
+    def taken_over(self, optimizer: Optimizer) -> Mapping[str, float] | None:  # noqa: ARG002
+        """What servers that step in the optimizer's place take over of it; None where replicas make all steps.
+
+        A `ConfigError` that names what servers cannot do, with the way out.
+        """
+        return None
+
+
+class OutOfStepError(Exception):
+    """Another replica takes no part in this step: it rests, and all were to take the same steps."""
 
 
 @dataclass
 class Tally:
-    """What happened between this replica and the others since the last `take`."""
+    """What happened between this replica and the others since the last `take_tally`."""
 
     steps: int = 0
     updates: int = 0
@@ -53,8 +75,11 @@ class Exchange(ABC):
     exchange.begin(first=True)          # one replica gives the first weights, the others take them
     ... loss.backward()
     exchange.step(rate)                 # in the place of optimizer.step()
-    exchange.settle()                   # now the weights are the common ones, to be tested or saved
+    with exchange.showing():            # now the weights are the common ones, to be tested or saved
+        ...
     exchange.close()
+
+    Here replicas have the common weights after every fetch. `OwnWeights` is for those that keep their own.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -63,23 +88,57 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, *, first: bool) -> None:
-        """Before the first step. One that is `first` brings the first weights, if nobody did; others take them."""
+        """Before the first step. The `first` replica gives the weights, unless some are there; others take them."""
 
     @abstractmethod
     def step(self, rate: float | None) -> bool | None:
-        """After backward: take this replica one step on, at this learning rate, or at those of the optimizer's groups.
+        """After backward: one step of this replica, at this learning rate, or at those of the optimizer's groups.
 
-        True: what this replica did since its last push is part of the common weights now. False: it was dropped (too
-        late, or too stale). None: it will be pushed with a later step, or by `flush`.
+        True: what this replica did since its last report counts: it is part of the common weights, or of weights that
+        this replica goes on with. False: it was dropped (too late, or too stale). None: it will be pushed with a later
+        step, or by `flush`.
         """
 
     def flush(self) -> bool | None:
-        """Push what is not pushed yet; None if there is nothing. Before a pause, so that no work waits for its end."""
+        """Push what is not pushed yet; None if there is nothing. Before a pause, so that no work is held back."""
         return None
 
     @abstractmethod
     def settle(self) -> None:
-        """Make this replica's weights and optimizer state the common ones, which a test or a checkpoint wants."""
+        """Make this replica's weights and optimizer state the common ones. It needs no other replica to take part."""
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """The common weights in the network, for a test or a checkpoint."""
+        self.settle()
+        yield
+
+    def catch_up(self) -> None:
+        """After a pause: fetch what the others did meanwhile, so that the next gradient is not stale."""
+        self.settle()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this replica needs to go on beside the common weights; saved in its slot of a checkpoint."""
+        return {}
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  (a hook, as `close` is)
+        """Go on with what `own_state` gave; after `begin`."""
+
+    def hand_over(self) -> bool | None:
+        """Before this replica leaves for good: `flush`, and give away whatever would be lost with it."""
+        return self.flush()
+
+    def rest(self) -> None:  # noqa: B027  (only where a step is made by all replicas together)
+        """This replica takes no step until `wake`: others that wait for it in one get an `OutOfStepError`, if they can.
+
+        Does not wait for anybody.
+        """
+
+    def wake(self, *, complete: bool) -> None:  # noqa: B027
+        """This replica takes steps again. `complete`: all replicas rested, and all take steps again from here."""
+
+    def interrupt(self) -> None:  # noqa: B027
+        """Let a step that waits for other replicas in another thread fail now, if it can. The exchange is over then."""
 
     def close(self) -> None:  # noqa: B027  (a hook: not every exchange has something to let go of)
         """Leave in good order."""
@@ -98,12 +157,42 @@ class Exchange(ABC):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What is spent inside is time in which this replica does not compute."""
+        """Counts the time inside as `wait_seconds`: this replica does not compute."""
         begun = time.perf_counter()
         try:
             yield
         finally:
             self.tally.wait_seconds += time.perf_counter() - begun
+
+
+class OwnWeights(Exchange):
+    """For exchanges whose replicas keep weights of their own: they are not what is tested and saved as the network.
+
+    `settle` still makes them the common ones. Costs a copy of the weights while they are shown.
+    """
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """The common weights in the network, which has its own again afterwards."""
+        own = [weight.clone() for weight in self.replica.weights]
+        self.settle()
+        try:
+            yield
+        finally:
+            for weight, kept in zip(self.replica.weights, own, strict=True):
+                weight.copy_(kept)
+            self.replica.tell_weights()
+
+    def catch_up(self) -> None:
+        """Nothing to do: what the others did arrives with the next fetch."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Weights, and what the optimizer remembers."""
+        return self.replica.state()
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with them."""
+        self.replica.put_state(state)
 
 
 def distance(own: Sequence[Tensor], common: Sequence[Tensor]) -> float:

@@ -1,37 +1,165 @@
 """`downpour`: asynchronous parameter servers (Dean et al. 2012; Paine et al. 2013 with n_push = n_fetch = n_sync).
 
 Keeps       one replica is plain SGD, bit for bit, at any n_sync (with the rule chosen unless told);
-            Adagrad over shards is Adagrad.
+            Adagrad over shards is Adagrad. Not with `compress`, which changes what is pushed.
 Gives up    with several replicas a gradient is computed on weights that others have changed since (staleness,
             measured); shards may be of different versions. The order of updates differs from run to run.
-Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; beside
+Costs       per push and fetch one copy of the weights each way, to servers or, on one host, to shared memory; with
+            `compress` pushes are smaller, weights come back as they are, and a replica has one copy more; beside
             the weights one to three more copies in each replica that takes steps of its own (n_push or n_fetch over 1,
             or rule=add); the rule's state lives in the servers.
 Failure     a replica that dies or freezes is missed by nobody; its batch is handed out again. A server that dies ends
-            the run, which can be resumed from its last checkpoint.
+            the run, which can be resumed from its last checkpoint. A replica that is lost takes with it what `compress`
+            has not sent yet; of a push that is dropped as too stale that stays, though its batch is trained on again.
+
+With `overlap` a thread pushes and fetches while the next steps are computed (Dean): a step does not wait for servers,
+and what it is computed on is a step older. One replica is then not plain SGD: its gradients are one update behind.
 
 With `rule=sgd` and `rule=adagrad` servers step on pushed gradients; between pushes a replica takes steps of its own
 with its own optimizer and pushes the sum of their gradients (Dean). With `rule=add` the replica's own optimizer makes
 all steps, and it pushes how far they took it (Paine).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
+from torch.optim import Optimizer
 
+from shoal.errors import ConfigError
+from shoal.exchanges import Holding, Rates
 from shoal.exchanging.base import Exchange, distance
-from shoal.exchanging.held import Outcome, Push, copy_all, on_host
-from shoal.exchanging.replica import Replica
-from shoal.exchanging.server import ShardClient
-from shoal.exchanging.shards import Slice
+from shoal.exchanging.compression.options import Compressing
+from shoal.exchanging.membership.seat import Seat
+from shoal.exchanging.replica import Replica, taken_over
+from shoal.exchanging.servers.beside import Beside
+from shoal.exchanging.servers.options import Served, asynchronous_rates, momentum_adds_up
+from shoal.exchanging.servers.reach import reach_shards
+from shoal.exchanging.servers.server import ShardClient
+from shoal.exchanging.servers.shard import Outcome, Push, copy_all, on_host
+from shoal.exchanging.servers.slices import Slice
 
 SPREAD_EVERY = 50
-"""Exchanges from one measurement of the distance to the common weights to the next: it costs a pass over them."""
+"""Fetches from one measurement of the distance to the common weights to the next: it costs a pass over them."""
 
 
 ALONE = 8
-"""Pushes in a row between which nobody came, after which a replica takes itself for the only one; it begins as one."""
+"""After so many pushes in a row without an update by others a replica takes itself for the only one. It begins so."""
+
+
+class Options(Compressing, Served):
+    """Asynchronous parameter servers: whoever has a gradient pushes it, nobody waits (Dean et al. 2012)."""
+
+    name = "downpour"
+
+    rule: Literal["auto", "sgd", "adagrad", "add"] = "auto"
+    """What servers do: sgd (with the run's momentum), adagrad (Dean 2012), or add changes that replicas made
+    themselves, with a momentum of their own (Paine 2013). auto: sgd when every step is pushed, else add."""
+    overlap: bool = False
+    """Push and fetch in a thread of their own while the next steps are computed (Dean et al. 2012)."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> "Options":
+        if self.overlap and self.max_staleness is not None:
+            raise ConfigError(
+                f"max_staleness = {self.max_staleness} drops a push after the next steps were begun, with overlap.",
+                "Give one of them alone.",
+            )
+        return self
+
+    @property
+    def server_rule(self) -> Literal["sgd", "adagrad", "add"]:
+        """The rule that `auto` stands for."""
+        if self.rule != "auto":
+            return self.rule
+        return "sgd" if self.push_every == 1 else "add"
+
+    @model_validator(mode="after")
+    def _check_compression(self) -> "Options":
+        if self.compress != "none" and self.servers == "direct":
+            raise ConfigError(
+                f"compress = {self.compress!r} with servers = 'direct': in shared memory nothing is sent.",
+                "Give servers=processes or servers=threads, or leave compress out.",
+            )
+        return self
+
+    def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:
+        """Where something is sent, if it is to be compressed."""
+        links = self.compress != "none"
+        return super().holding(replicas, one_host=one_host and not links, weight_bytes=weight_bytes)
+
+    def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
+        """With every push what is pushed, with every fetch a copy of the weights."""
+        return 0 if in_memory else round(self.pushed_bytes(weights) / self.push_every + weights / self.fetch_every)
+
+    def own_rates(self, given: Rates, replicas: int) -> Rates:
+        """Every replica's gradient is an update."""
+        return asynchronous_rates(given, replicas, momentum_is_common=self.server_rule == "sgd")
+
+    def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:
+        """Momentum may add up, or may not be used at all."""
+        if self.server_rule == "adagrad" and momentum:
+            return [f"momentum {momentum:g} is not used: rule=adagrad has none. Give --momentum 0 to say so."]
+        adds_up = self.rates == "given" and self.server_rule == "sgd"
+        return momentum_adds_up(replicas, lr, momentum) if adds_up else []
+
+    def taken_over(self, optimizer: Optimizer) -> Mapping[str, float] | None:
+        """Weight decay, and with rule=sgd momentum; nothing with rule=add."""
+        if self.server_rule == "add":
+            return None
+        way_out = "give rule='add', with which every replica steps by itself and pushes how far it came"
+        return taken_over(optimizer, way_out, adagrad=self.server_rule == "adagrad")
+
+    def join(self, replica: Replica, seat: Seat, number: int) -> "Downpour":
+        """Servers take momentum and weight decay of the optimizer over, unless replicas make all steps themselves."""
+        rule = self.server_rule
+        settings = self.taken_over(replica.optimizer) or {"momentum": 0.0, "weight_decay": 0.0}
+        at_server = settings["momentum"] if rule == "sgd" else 0.0
+        terms = {
+            "rule": rule,
+            "momentum": at_server,
+            "weight_decay": settings["weight_decay"],
+            "max_staleness": self.max_staleness,
+            **self.compression_terms(),
+        }
+        return Downpour(
+            replica,
+            reach_shards(replica, seat, number, terms, self.shards),
+            rule=rule,
+            server_momentum=at_server,
+            push_every=self.push_every,
+            fetch_every=self.fetch_every,
+            turn=number,
+            max_staleness=self.max_staleness,
+            overlap=self.overlap,
+            compressed=self.compress != "none",
+        )
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of one shard."""
+
+    number: int
+    push: Sequence[Tensor] | None
+    rate: float
+    into: Sequence[Tensor] | None
+    """Where its weights go, if they are fetched."""
+    certain: bool = False
+    """Whether another shard has taken its part of the push already."""
+
+
+@dataclass(frozen=True)
+class Underway:
+    """What the thread beside compute is doing."""
+
+    steps: int
+    """Steps whose work it pushes; 0 where it only fetches."""
+    fetches: bool
 
 
 class Downpour(Exchange):
@@ -48,33 +176,65 @@ class Downpour(Exchange):
         fetch_every: int,
         turn: int = 0,
         sparse_back: bool = False,
+        max_staleness: int | None = None,
+        overlap: bool = False,
+        compressed: bool = False,
     ) -> None:
         super().__init__(replica)
         self._slices = [slices for slices, _ in shards]
         self._shards = [shard for _, shard in shards]
         self._own_parts = self._cut(replica.weights)
         self._mark_parts: list[list[Tensor]] = []
-        """The same of `_mark`."""
+        """The same parts of `_mark`."""
         self._rule, self._server_momentum = rule, server_momentum
         self._push_every, self._fetch_every = push_every, fetch_every
         self._local = push_every > 1 or fetch_every > 1 or rule == "add"
-        """Whether this replica takes steps of its own between exchanges."""
+        """Whether this replica takes steps of its own between pushes or fetches."""
         self._versions = [0] * len(self._shards)
         self._undisturbed = [ALONE] * len(self._shards)
-        """For so many pushes to a shard in a row nobody else came between fetch and push."""
+        """For each shard: pushes in a row before which nobody else had updated it since this replica's fetch."""
         self._turn = turn
         self._sparse_back = sparse_back
-        self._whole = False
-        """Whether servers are asked for all weights, also where they would send changes only."""
+        self._compressed = compressed
+        """Whether pushes are compressed on their way to shards."""
+        self._may_be_dropped = max_staleness is not None
+        """Whether shards may refuse a push. One of them then decides for all."""
+        self._decides = False
+        """Whether the shard that decides is this rank's first one."""
         self._count = 0
-        self._exchanges = 0
+        self._fetch_count = 0
         self._traffic = (0, 0)
         self._mark: list[Tensor] = []
-        """Weights as of the last push or fetch: what came since is this replica's own."""
+        """Weights as of the last push or fetch: the difference since is this replica's own work."""
         self._sums: list[Tensor] = []
         """Gradients since the last push, where servers want them and several make a push."""
         self._changes: list[Tensor] = []
         """Memory for how far weights came since `_mark`: new memory each time would cost more than the subtraction."""
+
+        self._beside: Beside[list[Outcome]] | None = Beside("shoal-exchange") if overlap else None
+        self._underway: Underway | None = None
+        self._arriving: list[Tensor] = []
+        """Where weights are fetched to beside compute."""
+        self._bases: list[int] | None = None
+        """Versions on which the pushed gradient was computed, where newer weights were fetched since."""
+        self._own_versions: list[int] | None = None
+        """Versions of the weights that this replica has, while newer ones may be on their way."""
+        self._since_push = 0
+        """Steps of which nothing is pushed yet."""
+        self._landed = 0
+        """Steps that are part of the common weights, and of which nobody was told yet."""
+
+    @classmethod
+    def of_every_gradient(
+        cls,
+        replica: Replica,
+        shards: Sequence[tuple[Sequence[Slice], ShardClient]],
+        *,
+        momentum: float,
+        turn: int,
+    ) -> "Downpour":
+        """Servers step by SGD with momentum; every gradient is pushed, and the weights come back."""
+        return cls(replica, shards, rule="sgd", server_momentum=momentum, push_every=1, fetch_every=1, turn=turn)
 
     def begin(self, *, first: bool) -> None:
         for number, (shard, weights) in enumerate(zip(self._shards, self._cut(self.replica.weights), strict=True)):
@@ -87,8 +247,12 @@ class Downpour(Exchange):
                 self._versions[number] = shard.begin(on_host(weights), [on_host(kept) for kept in state])
             else:
                 self._versions[number] = shard.wait()
-        self._exchange(None, None, into=self.replica.weights)
-        self.replica.spread()
+        speakers = [
+            rank for rank, row in enumerate(self.replica.transport.gather_numbers([len(self._shards)])) if row[0]
+        ]
+        self._decides = speakers[:1] == [self.replica.transport.rank]
+        self._push_and_fetch(None, None, into=self.replica.weights)
+        self.replica.tell_weights()
         if self._local:
             self._mark = [weight.clone() for weight in self.replica.weights]
             self._mark_parts = self._cut(self._mark)
@@ -97,7 +261,7 @@ class Downpour(Exchange):
 
     @property
     def _server_state(self) -> str | None:
-        """Under which name the optimizer remembers what the servers' rule does; None where it has no memory.
+        """The name under which the optimizer keeps the state of the servers' rule; None where the rule has none.
 
         Where replicas step too, their optimizers have a momentum of their own beside it.
         """
@@ -108,58 +272,154 @@ class Downpour(Exchange):
         return "server_momentum" if self._local else "momentum_buffer"
 
     def step(self, rate: float | None) -> bool | None:
-        self.tally.steps += 1
         self._count += 1
+        if self._beside is not None:
+            return self._step_beside(self._beside, rate)
+        self.tally.steps += 1
         if not self._local:
-            applied = self._exchange(self._gradients(), rate, into=self.replica.weights)
-            self.replica.spread()
+            applied = self._push_and_fetch(self._gradients(), rate, into=self.replica.weights)
+            self.replica.tell_weights()
             return applied
         if self._rule != "add" and self._sums:
             torch._foreach_add_(self._sums, self._gradients())
         self._own_step(rate)
         push, fetch = self._count % self._push_every == 0, self._count % self._fetch_every == 0
-        done = self._exchange_own(rate, push=push, fetch=fetch) if push or fetch else False
+        done = self._push_and_fetch_own(rate, push=push, fetch=fetch) if push or fetch else False
         return done if push else None
 
+    def _step_beside(self, beside: Beside[list[Outcome]], rate: float | None) -> bool | None:
+        """A step while a thread pushes and fetches; a later step takes over what was fetched."""
+        self._since_push += 1
+        bases = self._own_versions or list(self._versions)
+        push = fetch = True
+        values: list[Tensor] = []
+        if not self._local:
+            values = [gradient.clone() for gradient in self._gradients()]
+        else:
+            if self._sums:
+                torch._foreach_add_(self._sums, self._gradients())
+            self._own_step(rate)
+            push, fetch = self._count % self._push_every == 0, self._count % self._fetch_every == 0
+        if push or fetch or self._has_arrived(beside):
+            self._take_over()
+        if push or fetch:
+            if self._local and push:
+                values = [value.clone() for value in self._own_values()]
+                if self._sums:
+                    torch._foreach_zero_(self._sums)
+                copy_all(self._mark, self.replica.weights)
+            self._speak_beside(beside, values if push else None, rate, bases, fetch=fetch)
+        return self._tell_landed()
+
+    def _speak_beside(
+        self,
+        beside: Beside[list[Outcome]],
+        values: list[Tensor] | None,
+        rate: float | None,
+        bases: list[int],
+        *,
+        fetch: bool,
+    ) -> None:
+        if fetch and not self._arriving:
+            self._arriving = [torch.empty_like(weight) for weight in self.replica.weights]
+        rate, into = self._rate(rate), self._arriving if fetch else None
+        self._underway = Underway(self._since_push if values is not None else 0, fetch)
+        if values is not None:
+            self._since_push = 0
+        self._bases, self._own_versions = bases, list(self._versions)
+        beside.begin(lambda: self._speak(values, rate, into))
+
+    def _has_arrived(self, beside: Beside[list[Outcome]]) -> bool:
+        """Whether the answers are there, on all ranks of the replica: they take them over together."""
+        if self._underway is None:
+            return False
+        return all(row[0] for row in self.replica.transport.gather_numbers([beside.done]))
+
+    def _take_over(self) -> None:
+        """Wait for the push and fetch under way, if any; take the fetched weights and add what was done since."""
+        if self._underway is None or self._beside is None:
+            return
+        underway, self._underway = self._underway, None
+        with self._waiting():
+            outcomes = self._beside.end()
+        self._bases = self._own_versions = None
+        weights = self.replica.weights
+        if underway.fetches:
+            self._fetch_count += 1
+            if self._fetch_count % SPREAD_EVERY == 0:
+                self.tally.spread = distance(weights, self._arriving)
+            kept = self._change() if self._local else []
+            copy_all(weights, self._arriving)
+            copy_all(self._mark, self._arriving if self._mark else ())
+            if kept:
+                torch._foreach_add_(weights, kept)
+            self.replica.tell_weights()
+        if underway.steps:
+            self._note(outcomes, applied=True)
+            self._landed += underway.steps
+
+    def _tell_landed(self) -> bool | None:
+        """Count the steps whose work became part of the common weights since the last call; None without any."""
+        landed, self._landed = self._landed, 0
+        self.tally.steps += landed
+        return True if landed else None
+
+    def _land(self) -> None:
+        """Wait for what is under way, and push what is left."""
+        self._take_over()
+        if self._since_push:
+            self._push_and_fetch_own(None, push=True, fetch=True)
+            self._landed, self._since_push = self._landed + self._since_push, 0
+        self._count = 0
+
     def flush(self) -> bool | None:
+        if self._beside is not None:
+            self._land()
+            return self._tell_landed()
         if not self._local or self._count % self._push_every == 0:
             return None
         self._count = 0
-        return self._exchange_own(None, push=True, fetch=True)
+        return self._push_and_fetch_own(None, push=True, fetch=True)
 
     def _gradients(self) -> list[Tensor]:
-        """What the last backward gives to servers; they may change it."""
+        """What the last backward gives to servers, which may overwrite it."""
         return self.replica.gradients()
 
     def settle(self) -> None:
-        self._whole = True
-        self._settle()
-        self._whole = False
-
-    def _settle(self) -> None:
+        if self._beside is not None:
+            self._land()
         if self._local:
-            pending = self._count % self._push_every > 0
-            self._exchange_own(None, push=pending, fetch=True)
+            if self._count % self._push_every:
+                self._push_and_fetch_own(None, push=True, fetch=False)
             self._count = 0
-        else:
-            self._exchange(None, None, into=self.replica.weights)
-            self.replica.spread()
-        if self._server_state is not None:
-            for shard, kept in zip(self._shards, self._cut(self.replica.remembered(self._server_state)), strict=True):
-                _, state = shard.snapshot()
-                copy_all(kept, state[0])
+        remembered = [] if self._server_state is None else self._cut(self.replica.remembered(self._server_state))
+        with self._waiting():
+            for number, shard in enumerate(self._shards):
+                taken = shard.snapshot()
+                copy_all(self._own_parts[number], taken.weights)
+                if remembered:
+                    copy_all(remembered[number], taken.state[0])
+                self._versions[number] = taken.version
+        self.replica.tell_weights()
+        copy_all(self._mark, self.replica.weights if self._mark else ())
+
+    def interrupt(self) -> None:
+        """Whoever waits for a server's answer gets a `LinkLost`. Nothing waits in shared memory."""
+        self.close()
 
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
+        if self._beside is not None:
+            self._beside.close()
 
-    def _exchange_own(self, rate: float | None, *, push: bool, fetch: bool) -> bool:
-        """Push what this replica did since its last push; fetch, and keep on top what it has not pushed."""
+    def _push_and_fetch_own(self, rate: float | None, *, push: bool, fetch: bool) -> bool:
+        """Push what this replica did since its last push; fetch, and add to it what is not pushed yet."""
         weights = self.replica.weights
         kept = self._change() if not push and self._count % self._push_every > 0 else []
-        # Changes only are changes of what this replica last fetched.
+        # Where servers send changes only, these are relative to what this replica last fetched.
         into, after = (self._mark, weights) if self._sparse_back else (weights, self._mark)
-        applied = self._exchange(self._own_values() if push else None, rate, into=into if fetch else None)
+        applied = self._push_and_fetch(self._own_values() if push else None, rate, into=into if fetch else None)
         if push and self._sums:
             torch._foreach_zero_(self._sums)
         if fetch:
@@ -169,11 +429,11 @@ class Downpour(Exchange):
         if kept:
             torch._foreach_add_(weights, kept)
         if fetch:
-            self.replica.spread()
+            self.replica.tell_weights()
         return applied
 
     def _own_values(self) -> list[Tensor]:
-        """What servers are told of the steps since the last push, at whatever rate these were made."""
+        """What is pushed for the steps since the last push: the change of weights, or the sum of gradients."""
         return self._change() if self._rule == "add" else self._sums
 
     def _change(self) -> list[Tensor]:
@@ -184,7 +444,7 @@ class Downpour(Exchange):
             torch.sub(weight, mark, out=change)
         return self._changes
 
-    def _exchange(
+    def _push_and_fetch(
         self,
         values: Sequence[Tensor] | None,
         rate: float | None,
@@ -193,19 +453,55 @@ class Downpour(Exchange):
         at_least: int = 0,
     ) -> bool:
         """Push `values` and fetch weights `into` these tensors, unless there are none; at all shards at once."""
-        rate = self.replica.optimizer.param_groups[0]["lr"] if rate is None else rate
+        rate = self._rate(rate)
+        before = self._copy_now_and_then() if into is not None and values is not None else None
+        decided: dict[int, Outcome] = {}
+        with self._waiting():
+            taken = values is not None
+            if values is not None and self._may_be_dropped:
+                taken = self._push_first(self._cut(values), rate, decided)
+            outcomes = self._speak(values if taken else None, rate, into, decided, at_least=at_least)
+        if before is not None and into is not None:  # the second condition is for the type checker
+            self.tally.spread = distance(before, into)
+        return self._note(outcomes, applied=taken) if values is not None else True
+
+    def _rate(self, rate: float | None) -> float:
+        return float(self.replica.optimizer.param_groups[0]["lr"] if rate is None else rate)
+
+    def _speak(
+        self,
+        values: Sequence[Tensor] | None,
+        rate: float,
+        into: Sequence[Tensor] | None,
+        decided: Mapping[int, Outcome] = MappingProxyType({}),
+        *,
+        at_least: int = 0,
+    ) -> list[Outcome]:
+        """What became of a push, at each shard; those that `decided` already are not pushed to again."""
         fetched = [None] * len(self._shards) if into is None else self._cut(into)
         pushed = None if values is None else self._cut(values)
-        fetch = into is not None
-        before = self._copy_now_and_then(fetch=fetch, push=pushed is not None)
-        with self._waiting():
-            for number, shard in enumerate(self._shards):
-                push = None if pushed is None else self._first_push(number, pushed[number], rate)
-                shard.ask(push, fetch=fetch, at_least=at_least, whole=self._whole)
-            outcomes = [self._finish(number, pushed, fetched[number], rate) for number in self._turns()]
-        if before is not None and into is not None:  # the second for the type checker
-            self.tally.spread = distance(before, into)
-        return self._note(outcomes) if pushed is not None else True
+        outcomes = dict(decided)
+        asks: list[Ask] = []
+        for number in self._turns():
+            push = pushed[number] if pushed is not None and number not in outcomes else None
+            asks.append(Ask(number, push, rate, fetched[number], certain=self._may_be_dropped))
+        for ask in asks:
+            self._begin(ask, at_least)
+        for ask in asks:
+            outcome = self._finish(ask)
+            if ask.push is not None:
+                outcomes[ask.number] = outcome
+        return list(outcomes.values())
+
+    def _push_first(self, pushed: Sequence[Sequence[Tensor]], rate: float, outcomes: dict[int, Outcome]) -> bool:
+        """Push to the one shard that decides for all shards, of all ranks of the replica, what is too stale."""
+        taken = False
+        if self._decides:
+            ask = Ask(0, pushed[0], rate, None)
+            self._begin(ask)
+            outcomes[0] = self._finish(ask)
+            taken = outcomes[0].applied
+        return any(row[0] for row in self.replica.transport.gather_numbers([taken]))
 
     def _turns(self) -> Sequence[int]:
         """Shards in an order in which replicas that begin together do not all wait for the same one."""
@@ -213,50 +509,57 @@ class Downpour(Exchange):
         return [(self._turn + number) % count for number in range(count)]
 
     def _gives_weights(self, number: int) -> bool:
-        return self._rule == "add" and self._undisturbed[number] >= ALONE
+        alone = self._rule == "add" and not self._compressed and self._undisturbed[number] >= ALONE
+        return alone and self._beside is None  # with a thread beside compute the weights are in use
+
+    def _base(self, number: int) -> int:
+        """The version on which what is pushed to a shard was computed."""
+        return self._versions[number] if self._bases is None else self._bases[number]
 
     def _first_push(self, number: int, values: Sequence[Tensor], rate: float) -> Push:
-        """Whole weights where nobody came between for long: exact, where adding a change to old ones would round."""
+        """Whole weights where nobody else pushed for long: that is exact, while adding a change would round."""
         if self._gives_weights(number):
             own = on_host([weight.clone() for weight in self._own_parts[number]])
             return Push(own, self._versions[number], rate, "weights")
-        return Push(on_host(values), self._versions[number], rate)
+        return Push(on_host(values), self._base(number), rate)
 
-    def _finish(
-        self, number: int, pushed: Sequence[Sequence[Tensor]] | None, into: Sequence[Tensor] | None, rate: float
-    ) -> Outcome:
-        shard = self._shards[number]
-        outcome = _answer(shard, into)
-        if pushed is not None:
+    def _begin(self, ask: "Ask", at_least: int = 0) -> None:
+        push = None if ask.push is None else self._first_push(ask.number, ask.push, ask.rate)
+        if push is not None and ask.certain:
+            push = replace(push, certain=True)
+        self._shards[ask.number].ask(push, fetch=ask.into is not None, at_least=at_least)
+
+    def _finish(self, ask: "Ask") -> Outcome:
+        number, shard = ask.number, self._shards[ask.number]
+        outcome = _answer(shard, ask.into)
+        if ask.push is not None:
             if not outcome.applied and self._gives_weights(number):
-                shard.ask(
-                    Push(on_host(pushed[number]), self._versions[number], rate),
-                    fetch=into is not None,
-                    whole=self._whole,
-                )
-                outcome = _answer(shard, into)
+                again = Push(on_host(ask.push), self._versions[number], ask.rate, certain=ask.certain)
+                shard.ask(again, fetch=ask.into is not None)
+                outcome = _answer(shard, ask.into)
             self._undisturbed[number] = 0 if outcome.staleness else self._undisturbed[number] + 1
-        if into is not None:
+        if ask.into is not None:
             self._versions[number] = outcome.version
-        elif outcome.applied:
-            self._versions[number] += 1  # this replica's own update, which its next gradient is not behind of
+        elif outcome.applied and ask.push is not None:
+            self._versions[number] += 1  # this replica's own update does not make its next gradient stale
         return outcome
 
-    def _copy_now_and_then(self, *, fetch: bool, push: bool) -> list[Tensor] | None:
-        self._exchanges += fetch and push
-        due = fetch and push and self._exchanges % SPREAD_EVERY == 0
-        return [weight.clone() for weight in self.replica.weights] if due else None
+    def _copy_now_and_then(self) -> list[Tensor] | None:
+        """A copy of the weights before every `SPREAD_EVERY`th fetch, to measure the distance; else None."""
+        self._fetch_count += 1
+        return [weight.clone() for weight in self.replica.weights] if self._fetch_count % SPREAD_EVERY == 0 else None
 
-    def _note(self, outcomes: Sequence[Outcome]) -> bool:
-        """A push counts as applied if any shard applied it, and is as stale as its stalest part."""
-        applied = any(outcome.applied for outcome in outcomes) or not outcomes
+    def _note(self, outcomes: Iterable[Outcome], *, applied: bool) -> bool:
+        """A push is as stale as its stalest part. Where replicas wait for each other, one that came late is dropped."""
+        parts = list(outcomes)
+        applied = applied and (all(part.applied for part in parts) or not parts)
         if applied:
             self.tally.updates += 1
-            self.tally.staleness[max((outcome.staleness for outcome in outcomes if outcome.applied), default=0)] += 1
+            self.tally.staleness[max((part.staleness for part in parts), default=0)] += 1
         else:
             self.tally.dropped += 1
         traffic = [shard.traffic for shard in self._shards]
-        sent, received = sum(one for one, _ in traffic), sum(one for _, one in traffic)
+        sent, received = (sum(numbers) for numbers in zip(*traffic, strict=True)) if traffic else (0, 0)
         self.tally.sent_bytes += sent - self._traffic[0]
         self.tally.received_bytes += received - self._traffic[1]
         self._traffic = sent, received
@@ -265,11 +568,11 @@ class Downpour(Exchange):
     def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """What each shard holds of these tensors, as views."""
         by_name = dict(zip(self.replica.names, tensors, strict=True))
-        return [[by_name[one.name][one.start : one.stop] for one in slices] for slices in self._slices]
+        return [[by_name[piece.name][piece.start : piece.stop] for piece in slices] for slices in self._slices]
 
 
 def _answer(shard: ShardClient, into: Sequence[Tensor] | None) -> Outcome:
-    """Shards live in host memory; a replica's weights may not."""
+    """Receive a shard's answer in host memory, and copy it to the device where the replica's weights are."""
     if into is None or all(tensor.device.type == "cpu" for tensor in into):
         return shard.answer(into)
     arrived = [torch.empty_like(tensor, device="cpu") for tensor in into]

@@ -1,24 +1,26 @@
-"""One replica's network as exchanges see it: what this rank speaks for, and how the rest of its replica hears of it.
+"""One replica's network as exchanges see it: what this rank speaks for, and how the replica's other ranks get it.
 
 A replica is one rank, or a group of ranks that hold shards of the network under a plan. A shard that several of them
 hold is exchanged by the first of them, which then tells the others: between replicas it travels once.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.transport import Transport
 
-Spread = Callable[[Mapping[str, Tensor]], None]
+Tell = Callable[[Mapping[str, Tensor]], None]
 """Make tensors that some ranks changed the same on all ranks that hold them; called by all ranks of the replica."""
 
 
 class Replica:
     """The parameters that the optimizer trains on this rank, as flat tensors in a fixed order.
 
-    `speaks_for`: the names this rank exchanges with other replicas; all unless given. `spread` is needed where the
+    `speaks_for`: the names this rank exchanges with other replicas; all unless given. `tell` is needed where the
     replica has several ranks.
     """
 
@@ -28,15 +30,16 @@ class Replica:
         optimizer: torch.optim.Optimizer,
         *,
         speaks_for: Sequence[str] | None = None,
-        spread: Spread | None = None,
+        tell: Tell | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in trained}
         self.optimizer = optimizer
         self.names = [name for name in self.parameters if speaks_for is None or name in speaks_for]
         self.weights = [flat(self.parameters[name].detach()) for name in self.names]
         """Views of the parameters: writing to them is writing to the network."""
-        self._spread = spread
+        self._tell = tell
         self.transport = transport or Transport(alone=True)
         """Between the ranks of the replica."""
 
@@ -47,54 +50,105 @@ class Replica:
 
     def gradients(self) -> list[Tensor]:
         """Flat gradients of what this rank speaks for; zeros where backward reached none."""
-        found = []
+        gradients = []
         for name in self.names:
             parameter = self.parameters[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.stride() != parameter.stride():  # flattened alike on all replicas, or not at all
+            elif parameter.grad.stride() != parameter.stride():  # elements must be in the same order on all replicas
                 parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            found.append(flat(parameter.grad))
-        return found
+            gradients.append(flat(parameter.grad))
+        return gradients
 
-    def spread(self) -> None:
-        """What this rank's weights became, on all ranks of the replica. Collective in the replica."""
-        if self._spread is not None:
-            self._spread({name: parameter.detach() for name, parameter in self.parameters.items()})
+    def tell_weights(self) -> None:
+        """Give the weights that this rank changed to the replica's other ranks. All ranks of the replica call it."""
+        if self._tell is not None:
+            self._tell({name: parameter.detach() for name, parameter in self.parameters.items()})
 
-    def spread_gradients(self) -> None:
-        """What this rank's gradients became, on all ranks of the replica. Collective in the replica."""
-        if self._spread is not None:
-            self._spread({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+    def tell_gradients(self) -> None:
+        """Give the gradients that this rank changed to the replica's other ranks. All ranks of the replica call it."""
+        if self._tell is not None:
+            self._tell({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
-    def settings(self) -> Mapping[str, float]:
-        """Momentum and weight decay of the optimizer, for servers that step in its place.
-
-        A `ValueError` for anything but plain SGD with one setting for all parameters.
-        """
-        groups = self.optimizer.param_groups
-        plain = isinstance(self.optimizer, torch.optim.SGD) and not any(
-            group["nesterov"] or group["dampening"] or group["maximize"] for group in groups
-        )
-        kept = {(group["momentum"], group["weight_decay"], group["lr"]) for group in groups if plain}
-        if len(kept) != 1:
-            raise ValueError("servers step as plain SGD with one rate, momentum and weight decay for all parameters")
-        momentum, weight_decay, _ = kept.pop()
-        return {"momentum": momentum, "weight_decay": weight_decay}
+    def mark(self) -> str:
+        """A digest of this rank's weights: the same only for the same bits. Cost: one pass over them."""
+        digest = hashlib.blake2b(digest_size=16)
+        for parameter in self.parameters.values():
+            digest.update(flat(parameter.detach()).cpu().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def remembered(self, what: str) -> list[Tensor]:
         """Flat tensors that the optimizer keeps under a name for what this rank speaks for; else zeros.
 
         A checkpoint saves them with the optimizer, so that servers need no file of their own.
         """
-        found = []
+        remembered = []
         for name in self.names:
             parameter = self.parameters[name]
             state = self.optimizer.state[parameter]
             if state.get(what) is None:
                 state[what] = torch.zeros_like(parameter, requires_grad=False)
-            found.append(flat(state[what]))
-        return found
+            remembered.append(flat(state[what]))
+        return remembered
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights of this rank and what its optimizer remembers of each, by name."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            state[f"weight/{name}"] = parameter.detach()
+            for what, value in self.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    state[f"{what}/{name}"] = value
+        return state
+
+    def put_state(self, state: Mapping[str, Tensor]) -> None:
+        """What `state` gave; a `ValueError` where the weights are others, as under another plan."""
+        for name, parameter in self.parameters.items():
+            weight = state.get(f"weight/{name}")
+            if weight is None or weight.shape != parameter.shape:
+                raise ValueError(f"there is no weight {name} of shape {tuple(parameter.shape)}")
+        for key, value in state.items():
+            what, _, name = key.partition("/")
+            if what == "weight":
+                self.parameters[name].detach().copy_(value)
+            else:
+                self.optimizer.state[self.parameters[name]][what] = value.clone()
+
+
+def taken_over(optimizer: torch.optim.Optimizer, way_out: str, *, adagrad: bool = False) -> dict[str, float]:
+    """Momentum and weight decay of an optimizer, for servers that step in its place.
+
+    They step as torch.optim.SGD, one rate, momentum and weight decay for all parameters; with `adagrad` as
+    torch.optim.Adagrad of the same. A `ConfigError` that names what else the optimizer does, with the way out.
+    """
+    kind = type(optimizer).__name__
+    rule = "Adagrad" if adagrad else "SGD"
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad) if adagrad else torch.optim.SGD):
+        raise ConfigError(
+            f"here servers step in the place of the optimizer, as {rule}, and cannot do what {kind} does.",
+            f"Use torch.optim.{rule}; or, to step by {kind}, {way_out}.",
+        )
+    groups = optimizer.param_groups
+    for name, plain in _PLAIN.items():
+        other = next((group[name] for group in groups if group.get(name, plain) != plain), plain)
+        if other != plain:
+            raise ConfigError(
+                f"here servers step in the place of the optimizer, and cannot do {name}={other!r} of {kind}.",
+                f"Do without it; or, to keep it, {way_out}.",
+            )
+    for name in ("lr", "momentum", "weight_decay"):
+        values = list(dict.fromkeys(float(group.get(name, 0.0)) for group in groups))
+        if len(values) > 1:
+            raise ConfigError(
+                f"here servers step in the place of the optimizer, with one {name} for all parameters, and the groups "
+                f"of {kind} have {' and '.join(f'{value:g}' for value in values)}.",
+                f"Give all groups the same; or, to keep them, {way_out}.",
+            )
+    return {name: float(groups[0].get(name, 0.0)) for name in ("momentum", "weight_decay")}
+
+
+_PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "lr_decay": 0, "eps": 1e-10}
+"""Settings of SGD and Adagrad that servers cannot change, and the values that they have there."""
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -102,5 +156,5 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     if torch.empty_like(tensor).stride() != tensor.stride():
-        raise ValueError(f"a parameter with strides {tensor.stride()} is no dense block of memory")
+        raise ValueError(f"a parameter with strides {tensor.stride()} is not one dense block of memory")
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -5,28 +5,32 @@ different between them, is refused on all before anything else is sent, and the 
 would do (which variant) is decided from values that are equal on all ranks.
 """
 
-import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.capturing.attributes import short
 from shoal.capturing.batch import mark_samples
+from shoal.capturing.questions import AUTOCAST, INFERENCE, LAYOUT, REQUIRES_GRAD, answer, laid, order_of
+from shoal.capturing.sight import differing
 from shoal.capturing.signature import Call, bind
 from shoal.errors import RunError
+from shoal.execution.alike import Buffers, mark_of
+from shoal.execution.autograd_node import Request
+from shoal.execution.given_call import GivenCall, Key, Told, difference_between, numbers_of, sizes_without_samples
 from shoal.execution.loss import Loss
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.states import ShardedStates
-from shoal.execution.step import Request
 from shoal.execution.tree import Tree
 from shoal.execution.variants import Form, Ready, Variant, capture_form, groups_of
 from shoal.graph import LayerGraph, fingerprint, same_graph
-from shoal.lowering.boundary import Boundary, even_shares, follows_batch, input_tiles
+from shoal.lowering.boundary import Boundary, even_shares, follows_batch, input_tiles, own_inputs
 from shoal.moves import Layout
 from shoal.plan import Plan
 from shoal.planning import resolve
@@ -36,10 +40,7 @@ from shoal.transport.agreement import agree
 log = logging.getLogger("shoal")
 
 _MANY_VARIANTS = 32
-"""Captures after which a network is told to change too often."""
-
-Key = tuple[Any, ...]
-"""(mark of the modules' settings, form of the call, sizes of its tensors, training): what decides what code runs."""
+"""After so many captures, and each time as many more, a warning says that the network changes too often."""
 
 
 @dataclass(frozen=True)
@@ -51,48 +52,6 @@ class Laying:
     """Every layer that a plan's line may name."""
     loss: Loss | None
     target: Any
-
-
-@dataclass(frozen=True)
-class Told:
-    """What every rank tells the others at the start of a call."""
-
-    samples: float
-    weight: float
-    """Of its targets."""
-    wrong: float
-    """Whether it cannot go on."""
-    flag: float
-    records: float
-    """Whether gradients are recorded."""
-    input_grads: float
-    """A bit for each tensor that wants a gradient."""
-    key: float
-
-
-@dataclass
-class _Own:
-    """What this rank was given."""
-
-    call: Call
-    targets: tuple[Tensor, ...] = ()
-    follows: tuple[bool, ...] = ()
-    """Which tensors of the call have samples in dim 0."""
-    key: Key = ()
-    besides: tuple[tuple[str, object], ...] = ()
-    """What no capture depends on, and ranks must have in common all the same, with words for it."""
-    weight: float = 0.0
-    problem: Exception | None = None
-
-    def digest(self) -> float:
-        """A number that is the same for equal calls, exact in a float."""
-        text = repr((self.key, self.besides))
-        return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
-
-    def check(self) -> None:
-        """Raise what is wrong with it."""
-        if self.problem is not None:
-            raise self.problem
 
 
 @dataclass
@@ -108,12 +67,18 @@ class Caller:
     first: Mapping[bool, Variant]
     """The variants that the network was laid as, by whether it trains."""
     example: Call
+    local_statistics: bool = False
+    """Whether every rank has its own batch norm."""
     variants: dict[Key, Variant] = field(default_factory=dict)
     flagged: bool = False
-    """Whether some rank had raised its flag at the last call."""
+    """Whether some rank had set its flag at the last call."""
 
     def __post_init__(self) -> None:
         self._follows: dict[tuple[object, ...], tuple[bool, ...]] = {}
+        self._buffers = Buffers(self.states, local=self.local_statistics)
+        self._asked = {question: at for one in self.first.values() for question, at in one.form.asked.items()}
+        self._settings: list[tuple[str, str]] = []
+        """Of the last pass."""
         root = self.tree.root
         flags = {name: module.training for name, module in root.named_modules()}
         for mode, variant in self.first.items():
@@ -122,8 +87,13 @@ class Caller:
             graph = variant.form.graph
             specs = [(name, graph.inputs[name]) for name in own_inputs(graph)]
             follows = tuple(follows_batch(graph, name) for name, _ in specs)
-            sizes = _sizes([spec.shape for _, spec in specs], [spec.differentiable for _, spec in specs], follows)
-            self.variants[self.tree.key(), self.example.form, sizes, mode] = variant
+            sizes = sizes_without_samples(
+                [spec.shape for _, spec in specs], [spec.differentiable for _, spec in specs], follows
+            )
+            with torch.enable_grad():  # as it was captured
+                targets = [f"torch.{graph.inputs[name].dtype}" for name in graph.targets]
+                key = (self.tree.key(), self.example.form, sizes, mode, self._answers(self.example, targets))
+            self.variants[key] = variant
             self._follows[self.example.form] = follows
             for name, module in root.named_modules():
                 module.training = flags[name]
@@ -144,12 +114,7 @@ class Caller:
         Whatever keeps one rank from running it, or is different between them, is raised on all.
         """
         own = self._read(args, kwargs, sync=sync)
-        records = torch.is_grad_enabled()
-        wishes = sum(1 << place for place, one in enumerate(own.call.tensors) if one.requires_grad) if records else 0
-        row = Told(own.call.samples, own.weight, own.problem is not None, flag, records, wishes, own.digest())
-        table = [Told(*row) for row in self.transport.header("forward", _numbers(row))]
-        self.flagged = any(other.flag for other in table)
-        self._refuse(table, own)
+        table = self._tell(own, flag=flag)
         known = own.key in self.variants
         variant = self._variant(own, [int(other.samples) for other in table])
         weights = [other.weight for other in table]
@@ -161,8 +126,25 @@ class Caller:
         ready = self.prepare(variant, shares)
         return self._request(variant, ready, own, table, sum(weights), sync=sync)
 
+    def refuse(self, problem: RunError, *, flag: bool) -> NoReturn:
+        """Raise on all ranks what keeps this one from calling the network. A collective."""
+        self._tell(GivenCall(self.example, problem=problem), flag=flag)
+        raise problem
+
+    def _tell(self, own: GivenCall, *, flag: bool) -> list[Told]:
+        """What every rank was given, unless that is refused. A collective."""
+        records = torch.is_grad_enabled()
+        wishes = (
+            sum(1 << place for place, tensor in enumerate(own.call.tensors) if tensor.requires_grad) if records else 0
+        )
+        row = Told(own.call.samples, own.weight, own.problem is not None, flag, records, wishes, own.digest())
+        table = [Told(*row) for row in self.transport.header("forward", numbers_of(row))]
+        self.flagged = any(other.flag for other in table)
+        self._refuse(table, own)
+        return table
+
     def _request(
-        self, variant: Variant, ready: Ready, own: _Own, table: Sequence[Told], everyone: float, *, sync: bool
+        self, variant: Variant, ready: Ready, own: GivenCall, table: Sequence[Told], everyone: float, *, sync: bool
     ) -> Request:
         graph = ready.program.graph
         wished = [int(other.input_grads) for other in table]
@@ -181,14 +163,16 @@ class Caller:
 
     # What this rank was given
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, sync: bool) -> _Own:
-        own = _Own(self.example)
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, sync: bool) -> GivenCall:
+        own = GivenCall(self.example)
         try:
             own.call, own.targets = self._bind(args, kwargs)
             own.follows = self._follows.get(own.call.form) or own.call.following
             own.key = self._key(own)
             own.besides = self._besides(own, sync=sync)
             self._refuse_misfits(own)
+            self._refuse_modes()
+            self._refuse_written()
             known = self.variants.get(own.key)
             if own.targets and known is not None and known.form.tail is not None:
                 own.weight = known.form.tail.weight(own.targets[0])
@@ -222,19 +206,32 @@ class Caller:
             ) from None
         return call, tuple(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
 
-    def _key(self, own: _Own) -> Key:
+    def _key(self, own: GivenCall) -> Key:
         floats = [tensor.is_floating_point() for tensor in own.call.tensors]
         shapes, _ = self._whole_sizes(own)
-        return self.tree.key(), own.call.form, _sizes(shapes, floats, own.follows), self.training
+        sizes = sizes_without_samples(shapes, floats, own.follows)
+        targets = [str(target.dtype) for target in own.targets]
+        return self.tree.key(), own.call.form, sizes, self.training, self._answers(own.call, targets)
 
-    def _whole_sizes(self, own: _Own) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    def _answers(self, call: Call, targets: Sequence[str]) -> tuple[tuple[str, object], ...]:
+        """To all that the network and its loss were heard to ask about a call, and the types of its targets."""
+        tensors = [*call.tensors, *self.tree.root.parameters()] if REQUIRES_GRAD in self._asked else call.tensors
+        return (
+            ("the type of the target", tuple(targets)),
+            *(
+                (question, answer(question, tensors if question == REQUIRES_GRAD else call.tensors))
+                for question in sorted(self._asked)
+            ),
+        )
+
+    def _whole_sizes(self, own: GivenCall) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """The shapes of inputs and targets, whole but for the samples: tiles are of the sizes that were captured."""
         if self.boundary.io == "tile":
             graph = self.mode.form.graph
             return [graph.inputs[n].shape for n in own_inputs(graph)], [graph.inputs[n].shape for n in graph.targets]
-        return [tuple(one.shape) for one in own.call.tensors], [tuple(one.shape) for one in own.targets]
+        return [tuple(tensor.shape) for tensor in own.call.tensors], [tuple(tensor.shape) for tensor in own.targets]
 
-    def _besides(self, own: _Own, *, sync: bool) -> tuple[tuple[str, object], ...]:
+    def _besides(self, own: GivenCall, *, sync: bool) -> tuple[tuple[str, object], ...]:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         states = self.states.tensors().items()
@@ -244,10 +241,31 @@ class Caller:
             ("autocast to", str(autocast)),
             ("no_sync", not sync),
             ("parameters that do not learn:", frozen),
+            ("changed the buffers", self._buffers.changed()),
+            *(
+                (f"passed {name}, of which all must have the same,", mark_of(shared))
+                for name, shared in self._shared(own)
+            ),
         )
 
-    def _refuse_misfits(self, own: _Own) -> None:
-        """What is wrong with this rank's tensors; sizes are the caller's choice, but not those of tiles and targets."""
+    def _shared(self, own: GivenCall) -> Iterator[tuple[str, Tensor]]:
+        """What every rank passes whole, with words for it."""
+        graph, everything = self.mode.form.graph, self.boundary.io == "whole"
+        names = own_inputs(graph)
+        for number, (tensor, follows) in enumerate(zip(own.call.tensors, own.follows, strict=True)):
+            if everything or not follows:
+                yield f"input {names[number]!r}" if number < len(names) else f"input {number}", tensor
+        for name, tensor in zip(graph.targets, own.targets, strict=False):  # too few or many are refused later
+            if everything or not follows_batch(graph, name):
+                yield f"target {name!r}", tensor
+
+    def settle(self, changed: Collection[str]) -> None:
+        """Called after a pass; `changed`: the states that the network itself changed in it."""
+        self._buffers.settle(changed)
+        self._settings = self.tree.settings()
+
+    def _refuse_misfits(self, own: GivenCall) -> None:
+        """Raise what is wrong with the shapes of this rank's tensors: tiles and targets have a size of their own."""
         rank, graph, io = self.transport.rank, self.mode.form.graph, self.boundary.io
         if len(own.targets) != len(graph.targets):
             raise RunError(
@@ -269,12 +287,33 @@ class Caller:
                     "Pass this rank's samples, the whole batch, or the box `model.input_box`, as io says.",
                 )
 
+    def _refuse_modes(self) -> None:
+        on = {AUTOCAST: torch.is_autocast_enabled(self.device.type), INFERENCE: torch.is_inference_mode_enabled()}
+        for question, is_on in on.items():
+            if is_on and question in self._asked:
+                raise RunError(
+                    f"the network asks{self._asked[question]} {question}, and was captured without it.",
+                    "Call it without that mode, or do not ask.",
+                )
+
+    def _refuse_written(self) -> None:
+        if (written := self.states.given.written()) is not None:
+            owner, name = written
+            state, own = "a state_dict()", "model.named_parameters()"
+            if owner == "optimizer":
+                state, own = "optimizer.state_dict()", "optimizer.state"
+            raise RunError(
+                f"rank {self.transport.rank} changed {name!r} of {state} in place, which is a copy here: the plan cuts "
+                f"the tensor, and the {owner} still has the old one.",
+                f"Change {own} in place, each rank its shard, or call {owner}.load_state_dict(state).",
+            )
+
     def _captured_shares(self) -> tuple[int, ...]:
         return even_shares(self.mode.form.graph.batch, self.transport.world)
 
     # What all ranks were given
 
-    def _refuse(self, table: Sequence[Told], own: _Own) -> None:
+    def _refuse(self, table: Sequence[Told], own: GivenCall) -> None:
         if any(other.wrong for other in table):
             agree(self.transport, own.check, "forward")
         if len({other.records for other in table}) > 1:
@@ -286,12 +325,13 @@ class Caller:
         if len({other.key for other in table}) > 1:
             self._refuse_different(own)
 
-    def _refuse_different(self, own: _Own) -> None:
+    def _refuse_different(self, own: GivenCall) -> None:
+        self._buffers.doubt()
         shapes = [tuple(tensor.shape) for tensor in own.call.tensors]
         told = self.transport.gather_objects((own.key, own.besides, shapes, self.tree.settings()))
-        rank = next(rank for rank, one in enumerate(told) if one[:2] != told[0][:2])
+        rank = next(rank for rank, theirs in enumerate(told) if theirs[:2] != told[0][:2])
         raise RunError(
-            f"rank 0 and rank {rank} called the network differently: {_difference(told[0], told[rank])}.",
+            f"rank 0 and rank {rank} called the network differently: {difference_between(told[0], told[rank])}.",
             "All ranks must call it in the same mode, with inputs of the same form and sizes; the number of "
             "samples alone may differ.",
         )
@@ -305,28 +345,33 @@ class Caller:
 
     # Variants
 
-    def _variant(self, own: _Own, sizes: Sequence[int]) -> Variant:
+    def _variant(self, own: GivenCall, sizes: Sequence[int]) -> Variant:
         """The variant that a key stands for; captured when it first comes."""
         if own.key not in self.variants:
             self._follows.setdefault(own.call.form, own.follows)
             batch = sizes[0] if self.boundary.io == "whole" else sum(sizes)
-            self.variants[own.key] = self._planned(self._traced(own, batch))
+            variant = self._planned(self._traced(own, batch))
+            own.key = self._key(own)  # it may have asked something new
+            self.variants[own.key] = variant
             self._announce(own.call)
         return self.variants[own.key]
 
     def _announce(self, call: Call) -> None:
         known = len(self.variants)
         if self.transport.rank == 0:
-            shapes = ", ".join(str(tuple(one.shape)) for one in call.tensors)
-            log.info("captured the network anew for its present settings and inputs of %s (%d)", shapes, known)
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
+            change = differing(self._settings, self.tree.settings()) if self._settings else None
+            why = "" if change is None else f"; {change[0]} is {short(change[2])} and was {short(change[1])}"
+            log.info("captured the network anew for its present settings and inputs of %s (%d)%s", shapes, known, why)
             if known % _MANY_VARIANTS == 0:
                 log.warning(
                     "the network was captured %d times: settings of modules or sizes of inputs change often. Make a "
-                    "number that changes in every step a buffer or an input, and sizes few.",
+                    "number that changes in every step a buffer or an input, and sizes few%s.",
                     known,
+                    why,
                 )
 
-    def _proven(self, variant: Variant, batch: int, own: _Own) -> Variant:
+    def _proven(self, variant: Variant, batch: int, own: GivenCall) -> Variant:
         """The variant itself if it says of a batch what a trace says; else one of that batch alone."""
         if batch < 1:
             raise RunError("the batch has no sample.", "Pass at least one sample on one rank.")
@@ -345,25 +390,32 @@ class Caller:
         world = self.transport.world
         return Variant(form, agree(self.transport, lambda: resolve(self.laying.plan, form.graph, world, names)))
 
-    def _traced(self, own: _Own, batch: int) -> Form:
+    def _traced(self, own: GivenCall, batch: int) -> Form:
         """The network as it is now, called so with a batch of so many samples; on shapes alone."""
-        return agree(self.transport, lambda: self._trace(own, batch), "forward")
+        form = agree(self.transport, lambda: self._trace(own, batch), "forward")
+        if form.asked.keys() <= self._asked.keys():
+            return form
+        self._asked.update(form.asked)
+        return self._traced(own, batch)  # which answers
 
-    def _trace(self, own: _Own, batch: int) -> Form:
+    def _trace(self, own: GivenCall, batch: int) -> Form:
         whole = {name: self.states.shapes[first] for name, first in self.states.names_of.items()}
+        records = torch.is_grad_enabled()
         with _plain_torch(self.device), self.tree.whole(whole) as fakes:
 
             def fake(tensor: Tensor, shape: tuple[int, ...], follows: bool) -> Tensor:
                 with fakes:
                     size = (batch, *shape[1:]) if follows else shape
-                    return torch.empty(size, dtype=tensor.dtype, device=self.device)
+                    order = order_of(tensor) if LAYOUT in self._asked else range(len(size))
+                    made = laid(size, order, tensor.dtype, self.device)
+                    return made.requires_grad_(REQUIRES_GRAD in self._asked and tensor.requires_grad)
 
             shapes, target_shapes = self._whole_sizes(own)
             tensors = tuple(map(fake, own.call.tensors, shapes, own.follows))
-            call = replace(own.call, tensors=tensors, follows=own.follows)
+            call = replace(own.call, tensors=tensors, follows=own.follows, records=records)
             targets = [
-                torch.empty((batch, *shape[1:]), dtype=one.dtype, device=self.device)
-                for one, shape in zip(own.targets, target_shapes, strict=True)
+                torch.empty((batch, *shape[1:]), dtype=target.dtype, device=self.device)
+                for target, shape in zip(own.targets, target_shapes, strict=True)
             ]
             return capture_form(self.tree.root, call, self.laying.loss, self._target_like(targets))
 
@@ -399,42 +451,9 @@ def compare_graphs(graph: LayerGraph, transport: Transport) -> None:
     )
 
 
-def own_inputs(graph: LayerGraph) -> tuple[str, ...]:
-    """The network's own inputs, without the loss's targets."""
-    return tuple(name for name in graph.inputs if name not in graph.targets)
-
-
-def _numbers(row: Told) -> list[float]:
-    return [
-        float(value) for value in (row.samples, row.weight, row.wrong, row.flag, row.records, row.input_grads, row.key)
-    ]
-
-
-def _sizes(
-    shapes: Sequence[tuple[int, ...]], floats: Sequence[bool], follows: Sequence[bool]
-) -> tuple[tuple[object, ...], ...]:
-    """Sizes of inputs, the number of samples left out."""
-    return tuple(
-        (tuple(shape[1:]) if follow else tuple(shape), kind, follow)
-        for shape, kind, follow in zip(shapes, floats, follows, strict=True)
-    )
-
-
-def _difference(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """What two ranks do not have in common, of (key, besides, shapes, settings), for people."""
-    (key, besides, shapes, settings), (key2, besides2, shapes2, settings2) = one, other
-    if key[0] != key2[0]:
-        pairs = zip(settings, settings2, strict=False)
-        return next((f"{a[0]}={a[1]} against {b[0]}={b[1]}" for a, b in pairs if a != b), "other attributes")
-    if shapes != shapes2 and key != key2:
-        return f"inputs of {shapes} against {shapes2}"
-    if key != key2:
-        return f"arguments {key[1][-1]} against {key2[1][-1]}"
-    return next(f"{a[0]} {a[1]} against {b[1]}" for a, b in zip(besides, besides2, strict=True) if a != b)
-
-
 @contextmanager
 def _plain_torch(device: torch.device) -> Iterator[None]:
-    """Whatever modes the caller is in, the capture is not."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    """Within, none of the caller's torch modes (inference, no_grad, autocast, a default device) is in force."""
+    place = device if torch.get_default_device().type != device.type else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), place:
         yield

@@ -15,23 +15,22 @@ Memory    a graph holds what its operators saved and nothing else: neither its t
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
 from shoal.execution.gradients import Collector
-from shoal.execution.peers import RankPeers
 from shoal.execution.precision import value_types
 from shoal.execution.randomness import LayerRandom
+from shoal.execution.route import Route, find_route
+from shoal.execution.tape import Back, GraphInputs, Live, Record, Saved, Tape, same_memory, saving
 from shoal.execution.transfer import Arriving, begin_transfer, inner
-from shoal.graph import State
-from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program, Settle
 from shoal.moves import Move
-from shoal.operators.base import Call, Need, Part
+from shoal.operators.base import Call, Need
 from shoal.partition import overlap, slices
 from shoal.transport import Transport
 
@@ -40,15 +39,6 @@ Observer = Callable[[str, str, Tensor], None]
 
 
 _NOTHING = nullcontext()
-
-
-class _Saved:
-    """A tensor that autograd saved, where it can be replaced by another with the same content."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class _Enter(torch.autograd.Function):
@@ -61,142 +51,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # noqa: ARG004
         return None, None
-
-
-@dataclass
-class _Inputs:
-    """The inputs of a graph that want a gradient."""
-
-    tiles: list[tuple[int, GradientEdge]] = field(default_factory=list)
-    """With the Fetch that brought them; layers of a chain may read the same one."""
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class _Record:
-    """One layer, or a chain of them, as it was run on this rank."""
-
-    inputs: _Inputs
-    output: GradientEdge
-    zeros: Callable[[], Tensor]
-    """A gradient of nothing, for an output that nobody used."""
-
-
-@dataclass
-class _Live:
-    """What forward holds at one point of the list."""
-
-    values: dict[str, Tensor]
-    tiles: dict[int, Tensor | Arriving | None] = field(default_factory=dict)
-    saved: dict[int, list[_Saved]] = field(default_factory=dict)
-    """What autograd saved of a value, by the one Fetch that reads it."""
-    chains: dict[str, "_Inputs"] = field(default_factory=dict)
-    """Values that still hang on the graph which the next layer goes on with, and that graph's inputs so far."""
-
-    def tile(self, key: int) -> Tensor | None:
-        """A tile, waited for."""
-        found = self.tiles[key]
-        if isinstance(found, Arriving):
-            found = self.tiles[key] = found.wait()
-        return found
-
-    def wait(self) -> None:
-        """Until everything under way has arrived, here and where it was sent."""
-        for key in self.tiles:
-            self.tile(key)
-
-    def copy(self) -> "_Live":
-        """The same tensors, for a second run from here."""
-        self.wait()
-        return _Live(dict(self.values), dict(self.tiles))
-
-
-@dataclass
-class _Back:
-    """What backward holds at one point of the list."""
-
-    wanted: frozenset[str]
-    """States whose gradients are asked for."""
-    flowing: frozenset[str]
-    """Values that have a gradient."""
-    values: dict[str, list[Tensor | Arriving]] = field(default_factory=dict)
-    tiles: dict[int, Tensor] = field(default_factory=dict)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    leaving: list[Arriving] = field(default_factory=list)
-    """Messages of this rank to others."""
-
-    def value(self, name: str) -> Tensor | None:
-        """The gradient of a value, all contributions added up in the program's order; taken out."""
-        total: Tensor | None = None
-        for piece in self.values.pop(name, ()):
-            grad = piece.wait() if isinstance(piece, Arriving) else piece
-            assert grad is not None
-            total = grad if total is None else total + grad
-        return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's part of one layer, with everything about it that is the same in every step."""
-
-    placed: Placed
-    name: str
-    part: Part
-    letters: frozenset[str]
-    peers: RankPeers
-    flows: bool
-    """Whether a gradient goes through the layer."""
-    states: tuple[tuple[str, str, bool, bool], ...]
-    """(argument, state, whether the layer updates it, whether it learns)."""
-    tiles: tuple[tuple[str, int, bool], ...]
-    """(argument, Fetch, whether its value wants a gradient)."""
-    link: int | None
-    """The Fetch that links the layer to the one before it in its chain."""
-    before: str
-    """The value that this Fetch passes on."""
-    goes_on: bool
-    """Whether its chain does not end with it."""
-    reader: int | None
-    """The one Fetch that moves its output, where what autograd saved of it can be replaced."""
-    waits: bool
-    """Whether its parameters' gradients are found after its input's have left."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """How gradients go through a program; the same for every step that trains the same parameters."""
-
-    program: Program
-    trainable: frozenset[str]
-    grads_for: frozenset[str]
-    segments: Sequence[range]
-    linked: frozenset[int]
-    """The Fetches of all links."""
-    parts: Mapping[int, _Part]
-    """This rank's part of every layer that it has one of, by the index of the layer."""
-
-
-@dataclass
-class Tape:
-    """What backward needs of one forward pass."""
-
-    route: Route
-    types: Mapping[str, torch.dtype]
-    step: str
-    states: Mapping[str, Tensor]
-    """The parameters and buffers that the pass read."""
-    precision: Callable[[], AbstractContextManager[object]] = nullcontext
-    """The autocast of the forward pass."""
-    records: dict[int, _Record] = field(default_factory=dict)
-    """By the index of the instruction."""
-    kept: list[_Live] = field(default_factory=list)
-    """What lived at the start of every segment that was not recorded."""
-    used: bool = False
-
-    @property
-    def program(self) -> Program:
-        """What was run."""
-        return self.route.program
 
 
 @dataclass
@@ -237,7 +91,7 @@ class Engine:
             dict(states),
             _autocast_now(self.device),
         )
-        live = _Live(dict(inputs))
+        live = Live(dict(inputs))
         with self._blaming():
             for segment in tape.route.segments[:-1]:
                 tape.kept.append(live.copy())
@@ -250,67 +104,21 @@ class Engine:
     ) -> Route:
         key = (id(program), trainable, input_grads, record, self.observe is None)
         if key not in self._routes:  # it keeps the program alive, so that the id stays its own
-            every = range(len(program.instructions))
-            pieces = program.segments if self.recompute and record else (every,)
-            links, goes_on = _links_within(program, pieces if record and self.observe is None else ())
-            flowing = program.needing_grad(trainable, input_grads)
-            parts = self._parts(program, trainable, flowing, links, goes_on)
-            self._routes[key] = Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
+            self._routes[key] = find_route(
+                program,
+                trainable,
+                input_grads,
+                program.segments if self.recompute and record else (range(len(program.instructions)),),
+                self.transport,
+                chains=record and self.observe is None,
+                local_statistics=self.local_statistics,
+            )
         return self._routes[key]
-
-    def _parts(
-        self,
-        program: Program,
-        trainable: frozenset[str],
-        flowing: frozenset[str],
-        links: Mapping[int, int],
-        goes_on: frozenset[int],
-    ) -> dict[int, _Part]:
-        rank, found = self.transport.rank, {}
-        for index, one in enumerate(program.instructions):
-            if not isinstance(one, Compute):
-                continue
-            one.placed.facts.check(one.placed.op, one.placed.parts, local=self.local_statistics)
-            if (part := one.placed.parts[rank]) is None:
-                continue
-            placed, name, link = one.placed, one.placed.layer.name, links.get(index)
-            updates, needs = placed.updates, placed.needs[rank]
-            read = [(argument, ref) for argument, ref in placed.layer.tensors if argument in needs]
-            states = tuple(
-                (argument, ref.name, argument in updates, ref.name in trainable)
-                for argument, ref in read
-                if isinstance(ref, State)
-            )
-            tiles = tuple(
-                (argument, one.sources[argument], ref.name in flowing and one.sources[argument] != link)
-                for argument, ref in read
-                if not isinstance(ref, State)
-            )
-            before = None if link is None else program.instructions[link]
-            learns = any(learning for *_, learning in states)
-            sends = any(key in program.crossing for _, key, wanted in tiles if wanted)
-            found[index] = _Part(
-                placed=placed,
-                name=name,
-                part=part,
-                letters=placed.cut_letters,
-                peers=RankPeers(placed, self.transport),
-                flows=name in flowing,
-                states=states,
-                tiles=tiles,
-                link=link,
-                before=before.value if isinstance(before, Fetch) else "",
-                goes_on=index in goes_on,
-                reader=program.only_moved_to.get(name),
-                # not within a chain: its other layers would be walked, and would send, twice
-                waits=placed.rule.apart and link is None and learns and sends,
-            )
-        return found
 
     def _run(
         self,
         segment: range,
-        live: _Live,
+        live: Live,
         states: Mapping[str, Tensor],
         tape: Tape,
         *,
@@ -321,27 +129,28 @@ class Engine:
         program, rank = tape.program, self.transport.rank
         instructions, last_values, last_tiles = program.instructions, program.last_uses.values, program.last_uses.tiles
         for index in segment:
-            one = instructions[index]
-            self.transport.label = one.label
-            match one:
-                case Fetch():
-                    live.tiles[one.key] = self._fetch(one, live.values, tape)
-                case Compute():
+            instruction = instructions[index]
+            self.transport.label = instruction.label
+            match instruction:
+                case Fetch() as fetch:
+                    live.tiles[fetch.key] = self._fetch(fetch, live.values, tape)
+                case Compute() as compute:
+                    name = compute.placed.layer.name
                     out = self._compute(index, live, states, tape, record=record, again=again)
                     if out is not None:
-                        live.values[one.placed.layer.name] = out
-                    if self.observe and not again and out is not None and not one.placed.partial:
-                        self.observe("value", one.placed.layer.name, out)
-                case Settle():
-                    partial = live.values.pop(one.value, None)
+                        live.values[name] = out
+                    if self.observe and not again and out is not None and not compute.placed.partial:
+                        self.observe("value", name, out)
+                case Settle() as settle:
+                    value = settle.value
                     settled = self._move(
-                        one.moves, partial, one.partial[rank], _need(program.layouts[one.value][rank]),
-                        tape.types[one.value], tag=2 * one.key, add=True,
+                        settle.moves, live.values.pop(value, None), settle.partial[rank],
+                        _need(program.layouts[value][rank]), tape.types[value], tag=2 * settle.key, add=True,
                     ).wait()  # fmt: skip
                     if settled is not None:
-                        live.values[one.value] = settled
+                        live.values[value] = settled
                     if self.observe and not again and settled is not None:
-                        self.observe("value", one.value, settled)
+                        self.observe("value", value, settled)
             for name in last_values.get(index, ()):
                 live.values.pop(name, None)
             for key in last_tiles.get(index, ()):
@@ -363,7 +172,7 @@ class Engine:
         `grads`: of this rank's tiles of the outputs; None for nothing. `flowing`: the values that have a gradient, the
         same on all ranks: those behind results that some rank has a gradient of.
         """
-        back = _Back(wanted, flowing)
+        back = Back(wanted, flowing)
         for fetch, grad in zip(tape.program.outputs, grads, strict=True):
             if grad is not None and fetch.value in flowing:
                 back.tiles[fetch.key] = grad
@@ -384,7 +193,7 @@ class Engine:
     def _run_back(
         self,
         segment: range,
-        back: _Back,
+        back: Back,
         tape: Tape,
         collector: Collector,
         finished_by: Mapping[str, list[str]],
@@ -397,75 +206,78 @@ class Engine:
         program, rank = tape.program, self.transport.rank
         later: Callable[[], None] | None = None
         for index in reversed(segment):
-            one = program.instructions[index]
-            self.transport.label = one.label
-            if isinstance(one, Fetch):
-                if one.value in back.flowing and one.key not in tape.route.linked:
-                    self._fetch_back(one, back, tape)
+            instruction = program.instructions[index]
+            self.transport.label = instruction.label
+            if isinstance(instruction, Fetch):
+                if instruction.value in back.flowing and instruction.key not in tape.route.linked:
+                    self._fetch_back(instruction, back, tape)
                 continue
             if later is not None:
                 later()
                 later = None
-            if isinstance(one, Compute):
-                name = one.placed.layer.name
-                finish = self._compute_back(index, one, back, tape)
+            if isinstance(instruction, Compute):
+                name = instruction.placed.layer.name
+                finish = self._compute_back(index, instruction, back, tape)
                 later = _then(finish, back, finished_by.get(name, ()), collector, states)
-            elif one.value in back.flowing:
+            elif instruction.value in back.flowing:
+                value = instruction.value
                 returned = self._move(
-                    _reversed(one.moves), back.value(one.value), program.layouts[one.value][rank],
-                    _need(one.partial[rank]), tape.types[one.value], tag=2 * one.key + 1, add=False,
+                    _reversed(instruction.moves), back.value(value), program.layouts[value][rank],
+                    _need(instruction.partial[rank]), tape.types[value], tag=2 * instruction.key + 1, add=False,
                 )  # fmt: skip
-                self._arrives(one.value, returned, back)
+                self._arrives(value, returned, back)
         if later is not None:
             later()
 
-    def _arrives(self, value: str, returned: Arriving, back: _Back) -> None:
+    def _arrives(self, value: str, returned: Arriving, back: Back) -> None:
         if returned.wanted is None:
             back.leaving.append(returned)
         else:
             back.values.setdefault(value, []).append(returned)
 
-    def _input_grads(self, tape: Tape, back: _Back) -> dict[str, Tensor]:
+    def _input_grads(self, tape: Tape, back: Back) -> dict[str, Tensor]:
         """Of every input that this rank passed and that wants a gradient; zeros where no part of its own read it."""
         rank, grads = self.transport.rank, {}
         for name in tape.program.graph.inputs:
-            box, found = tape.program.layouts[name][rank], back.value(name)
-            if found is not None:
-                grads[name] = found
+            box, grad = tape.program.layouts[name][rank], back.value(name)
+            if grad is not None:
+                grads[name] = grad
             elif name in back.flowing and box is not None:
                 shape = [len(span) for span in box]
                 grads[name] = torch.zeros(shape, dtype=tape.types[name], device=self.device)
         return grads
 
-    def _fetch(self, one: Fetch, values: Mapping[str, Tensor], tape: Tape) -> Tensor | Arriving | None:
-        local, rank = values.get(one.value), self.transport.rank
-        if one.identity:
-            return local if one.tiles[rank] is not None else None
-        held = tape.program.layouts[one.value][rank]
-        return self._move(one.moves, local, held, one.tiles[rank], tape.types[one.value], tag=2 * one.key, add=False)
+    def _fetch(self, fetch: Fetch, values: Mapping[str, Tensor], tape: Tape) -> Tensor | Arriving | None:
+        local, rank = values.get(fetch.value), self.transport.rank
+        if fetch.identity:
+            return local if fetch.tiles[rank] is not None else None
+        held = tape.program.layouts[fetch.value][rank]
+        return self._move(
+            fetch.moves, local, held, fetch.tiles[rank], tape.types[fetch.value], tag=2 * fetch.key, add=False
+        )
 
-    def _fetch_back(self, one: Fetch, back: _Back, tape: Tape) -> None:
+    def _fetch_back(self, fetch: Fetch, back: Back, tape: Tape) -> None:
         rank, program = self.transport.rank, tape.program
-        grad = back.tiles.pop(one.key, None)
-        tile = one.tiles[rank]
+        grad = back.tiles.pop(fetch.key, None)
+        tile = fetch.tiles[rank]
         if grad is None and tile is not None:
-            grad = torch.zeros(tile.shape, dtype=tape.types[one.value], device=self.device)
-        if one.identity:
+            grad = torch.zeros(tile.shape, dtype=tape.types[fetch.value], device=self.device)
+        if fetch.identity:
             if grad is not None:
-                back.values.setdefault(one.value, []).append(grad)
+                back.values.setdefault(fetch.value, []).append(grad)
             return
         if grad is not None and tile is not None and tile.padded:
             grad = grad[inner(tile)]
         returned = self._move(
-            _reversed(one.moves), grad, None if tile is None else tile.box, _need(program.layouts[one.value][rank]),
-            tape.types[one.value], tag=2 * one.key + 1, add=True,
+            _reversed(fetch.moves), grad, None if tile is None else tile.box, _need(program.layouts[fetch.value][rank]),
+            tape.types[fetch.value], tag=2 * fetch.key + 1, add=True,
         )  # fmt: skip
-        self._arrives(one.value, returned, back)
+        self._arrives(fetch.value, returned, back)
 
     def _compute(
         self,
         index: int,
-        live: _Live,
+        live: Live,
         states: Mapping[str, Tensor],
         tape: Tape,
         *,
@@ -476,7 +288,7 @@ class Engine:
         if here is None:
             return None
         record = record and here.flows
-        inputs = _Inputs() if here.link is None else live.chains.pop(here.before, _Inputs())
+        inputs = GraphInputs() if here.link is None else live.chains.pop(here.before, GraphInputs())
         tensors: dict[str, Tensor] = {}
         for argument, name, updates, learns in here.states:
             state = states[name]
@@ -507,8 +319,8 @@ class Engine:
             local_statistics=self.local_statistics,
         )
         reader = here.reader if record else None
-        saved: list[_Saved] = []
-        with torch.set_grad_enabled(record), _saving(saved) if reader is not None else _NOTHING:
+        saved: list[Saved] = []
+        with torch.set_grad_enabled(record), saving(saved) if reader is not None else _NOTHING:
             out = here.placed.rule.run(call)
             if out.dtype != tape.types[here.name]:
                 out = out.to(tape.types[here.name])
@@ -517,13 +329,13 @@ class Engine:
                 live.chains[here.name] = inputs
                 return out
             edge, shape, dtype = get_gradient_edge(out), out.shape, out.dtype
-            tape.records[index] = _Record(inputs, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device))
+            tape.records[index] = Record(inputs, edge, lambda: torch.zeros(shape, dtype=dtype, device=self.device))
         out = out.detach()
         if reader is not None:
-            live.saved[reader] = [one for one in saved if _same(one.tensor, out)]
+            live.saved[reader] = [copy for copy in saved if same_memory(copy.tensor, out)]
         return out
 
-    def _share(self, key: int, live: _Live, tile: Tensor, tape: Tape) -> None:
+    def _share(self, key: int, live: Live, tile: Tensor, tape: Tape) -> None:
         """Let what autograd saved of a value be the part of its reader's tile that has the same content."""
         saved = live.saved.pop(key, None)
         if not saved:
@@ -535,9 +347,9 @@ class Engine:
             for copy in saved:
                 copy.tensor = tile[inner(need)][slices(box, need.box)]
 
-    def _compute_back(self, index: int, one: Compute, back: _Back, tape: Tape) -> Callable[[], None] | None:
+    def _compute_back(self, index: int, compute: Compute, back: Back, tape: Tape) -> Callable[[], None] | None:
         """The gradients of a layer's tiles now; those of its parameters now, or when the result is called."""
-        name = one.placed.layer.name
+        name = compute.placed.layer.name
         grad = back.value(name)
         record = tape.records.pop(index, None)
         if grad is not None and self.observe:
@@ -551,10 +363,10 @@ class Engine:
         states = [record.inputs.states[name] for name in names]
         waits = tape.route.parts[index].waits and bool(states)
         inputs: list[Any] = edges if waits else [*edges, *states]
-        found = (
+        input_grads = (
             torch.autograd.grad(record.output, inputs, grad, retain_graph=waits, allow_unused=True) if inputs else ()
         )
-        for key, value in zip(keys, found, strict=False):
+        for key, value in zip(keys, input_grads, strict=False):
             if value is not None:
                 back.tiles[key] = value if key not in back.tiles else back.tiles[key] + value
 
@@ -565,7 +377,7 @@ class Engine:
                     back.states[name] = owned if name not in back.states else back.states[name] + owned
 
         if not waits:
-            parameters(found[len(keys) :])
+            parameters(input_grads[len(keys) :])
             return None
         return lambda: parameters(torch.autograd.grad(record.output, states, grad, allow_unused=True))
 
@@ -597,7 +409,7 @@ class Engine:
 
 def _then(
     finish: Callable[[], None] | None,
-    back: _Back,
+    back: Back,
     names: Sequence[str],
     collector: Collector,
     states: Mapping[str, Tensor],
@@ -617,31 +429,11 @@ def _then(
     return complete
 
 
-def _links_within(program: Program, pieces: Sequence[range]) -> tuple[dict[int, int], frozenset[int]]:
-    """The program's links whose two layers lie in one piece: (Fetch by reader, producers)."""
-    kept = {key: (a, b) for key, (a, b) in program.links.items() if any(a in piece and b in piece for piece in pieces)}
-    return {reader: key for key, (_, reader) in kept.items()}, frozenset(producer for producer, _ in kept.values())
-
-
 def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext
     dtype = torch.get_autocast_dtype(device.type)
     return lambda: torch.autocast(device.type, dtype)
-
-
-def _saving(found: list[_Saved]) -> saved_tensors_hooks:
-    """Within, `found` gets everything that autograd saves."""
-
-    def pack(tensor: Tensor) -> _Saved:
-        found.append(_Saved(tensor))
-        return found[-1]
-
-    return saved_tensors_hooks(pack, lambda saved: saved.tensor)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _reversed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
@@ -660,8 +452,8 @@ def _need(box: Any) -> Need | None:
 
 def _by_first_layer(first_use: Mapping[str, str], trainable: frozenset[str]) -> dict[str, list[str]]:
     """For every layer the states whose gradient is final when its backward is done."""
-    found: dict[str, list[str]] = {}
+    by_layer: dict[str, list[str]] = {}
     for name, layer in first_use.items():
         if name in trainable:
-            found.setdefault(layer, []).append(name)
-    return found
+            by_layer.setdefault(layer, []).append(name)
+    return by_layer

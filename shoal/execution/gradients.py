@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets
+from shoal.lowering.step_traffic import GRADIENTS, Bucket, fill_buckets
 from shoal.transport import Transport, Waitable
 
 PURPOSE = "gradient"
@@ -117,7 +117,7 @@ class GradientSums:
 
 def _in_use(buffer: Tensor) -> bool:
     """Whether any other tensor lives in a buffer's memory."""
-    return _owners(buffer) > _owners(torch.empty(1))
+    return _owners(buffer) > _owners(torch.empty(1, device="cpu"))
 
 
 def _owners(tensor: Tensor) -> int:

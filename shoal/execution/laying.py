@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,8 @@ class Captured:
     """What it was called with; None: one tensor for each input."""
     loss: Loss | None = None
     target: Any = None
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """What the network asks about its call, and where."""
 
     @property
     def device(self) -> torch.device:
@@ -58,9 +60,8 @@ class Captured:
         """The network in one mode."""
         graph = self.graphs[training]
         returned = single() if self.returned is None else self.returned[training]
-        return Form(
-            graph, returned, {name: self.states[name] for name in graph.states}, self.tail if training else None
-        )
+        states = {name: self.states[name] for name in graph.states}
+        return Form(graph, returned, states, self.tail if training else None, self.asked)
 
 
 def lay(
@@ -168,12 +169,13 @@ def _both_modes(model: nn.Module, call: Call, loss: Loss | None, target: Any) ->
         call,
         loss,
         target,
+        {**evaluation.asked, **training.asked},
     )
 
 
 def _announce(resolved: Resolved) -> None:
     if resolved.smaller:
-        some = ", ".join(f"{name} {found}" for name, found in list(resolved.smaller.items())[:4])
+        some = ", ".join(f"{name} {smaller}" for name, smaller in list(resolved.smaller.items())[:4])
         log.warning(
             "plan %r: %d of %d layers are too small for it and take the largest cut that fits (%s%s)",
             resolved.name,

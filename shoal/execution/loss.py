@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.capturing import capture_call
+from shoal.capturing.questions import REQUIRES_GRAD
 from shoal.capturing.reader import Reading
-from shoal.capturing.signature import bind
-from shoal.errors import ConfigError
+from shoal.capturing.signature import Call, bind
+from shoal.errors import CaptureError, ConfigError
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.operators.base import Op
 from shoal.operators.losses import EACH, PairLoss, ScoreLoss, loss_weights
@@ -37,6 +38,8 @@ class LossTail:
     """Tensors of the loss itself, such as class weights, by their name in the graph."""
     mean: bool
     op: Op
+    asked: Mapping[str, str]
+    """What the loss asks about its call."""
 
     def weight(self, target: Tensor) -> float:
         """What one rank divides by: the number of its targets, or the sum of their class weights."""
@@ -57,9 +60,9 @@ class _LossOnly(nn.Module):
         return result
 
 
-def join_loss(network: Reading, loss: Loss, target: Any, device: torch.device) -> LossTail:
-    """A captured network with `loss` behind it. `target` None: class numbers, one per sample or pixel."""
-    graph = network.graph
+def join_loss(network: Reading, call: Call, loss: Loss, target: Any) -> LossTail:
+    """A network, captured for `call`, with `loss` behind it. `target` None: class numbers, one per sample or pixel."""
+    graph, device = network.graph, call.tensors[0].device
     examples = [
         torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         for spec in map(graph.specs.__getitem__, graph.outputs)
@@ -68,9 +71,15 @@ def join_loss(network: Reading, loss: Loss, target: Any, device: torch.device) -
         shape = examples[0].shape
         target = torch.zeros((shape[0], *shape[2:]), dtype=torch.int64, device=device)
     tail = _LossOnly(loss)
-    call = bind(tail, (network.returned.build(examples), target), {})
-    reading = capture_call(tail, call)
+    asks = replace(bind(tail, (network.returned.build(examples), target), {}), records=call.records)
+    reading = capture_call(tail, asks)
+    learns = any(tensor.requires_grad for tensor in (*call.tensors, *network.states.values()))
+    if REQUIRES_GRAD in reading.asked and call.records and learns:
+        for example in examples:
+            example.requires_grad_(example.is_floating_point() or example.is_complex())
+        reading = capture_call(tail, asks)
     end = reading.graph
+    _refuse_learning(reading.states)
     if len(end.outputs) > 1:
         raise ConfigError(f"the loss returns {len(end.outputs)} tensors.", "Return the one that is to be trained on.")
     given = [index for index in network.returned.leaves if index is not None]
@@ -99,7 +108,16 @@ def join_loss(network: Reading, loss: Loss, target: Any, device: torch.device) -
     mean = mean and len(targets) == 1 and isinstance(rule_for(op), ScoreLoss | PairLoss)
     if mean:
         joined = replace(joined, layers=(*joined.layers[:-1], each))
-    return LossTail(joined, {own[name]: tensor for name, tensor in reading.states.items()}, mean, op)
+    return LossTail(joined, {own[name]: tensor for name, tensor in reading.states.items()}, mean, op, reading.asked)
+
+
+def _refuse_learning(states: Mapping[str, Tensor]) -> None:
+    for name, tensor in states.items():
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            raise CaptureError(
+                f"the loss has a parameter that learns, {name!r}, which would get no gradient.",
+                "Make it a parameter of the network, which may return it, or compute the loss outside of the network.",
+            )
 
 
 def _free(name: str, graph: LayerGraph) -> str:

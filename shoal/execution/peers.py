@@ -34,9 +34,9 @@ class RankPeers:
 
     def max(self, tensor: Tensor, over: str) -> Tensor:
         """The largest over those parts; carries no gradient."""
-        found = tensor.detach().clone()
-        self._transport.max(found, self._ranks(over), PURPOSE)
-        return found
+        largest = tensor.detach().clone()
+        self._transport.max(largest, self._ranks(over), PURPOSE)
+        return largest
 
     def count(self, over: str) -> int:
         """How many parts such a sum joins."""

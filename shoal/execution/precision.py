@@ -46,7 +46,7 @@ def value_types(graph: LayerGraph, example: Tensor | None) -> Mapping[str, torch
 
 
 def _widest(types: list[torch.dtype]) -> torch.dtype:
-    found = types[0]
+    widest = types[0]
     for dtype in types[1:]:
-        found = torch.promote_types(found, dtype)
-    return found
+        widest = torch.promote_types(widest, dtype)
+    return widest

@@ -48,4 +48,4 @@ class LayerRandom:
 
     def _draw(self, shape: tuple[int, ...], sample: int, keep: float, generator: torch.Generator) -> Tensor:
         generator.manual_seed(self._seed(sample))
-        return torch.rand(shape, generator=generator).lt_(keep)
+        return torch.rand(shape, generator=generator, device=generator.device).lt_(keep)

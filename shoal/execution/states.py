@@ -1,4 +1,7 @@
-"""The parameters and buffers of one rank: which shard of each it holds, and how they come together again."""
+"""The parameters and buffers of one rank: which shard of each it holds, and how they come together again.
+
+State dicts of the modules are whole all the same: hooks gather on saving, which is a collective, and cut on loading.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,8 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from shoal.building import Draft
 from shoal.errors import CheckpointError
+from shoal.execution.given import Given
 from shoal.execution.transfer import begin_transfer
 from shoal.lowering.placement import sharers
 from shoal.moves import Layout, Move, add_moves
@@ -63,12 +69,13 @@ class ShardedStates:
     ) -> None:
         self._rank, self._filled = rank, whole_shapes is not None
         self._places: dict[str, _Place] = {}
+        self.given = Given()
         everything = _tensors(root)
         first: dict[int, str] = {}
         for name, (_, _, tensor) in everything.items():
             first.setdefault(id(tensor), name)
         self.names_of = {name: first[id(tensor)] for name, (_, _, tensor) in everything.items()}
-        """For every name of a tensor the first one, by which the graph knows it."""
+        """For every name of a tensor its first name, which is its name in the graph."""
         self.keys = {key: self.names_of[key] for key in root.state_dict() if key in self.names_of}
         """For every tensor of the original state dict the name under which the graph knows it."""
         held = {name: tuple(everything[name][2].shape) for name in first.values()}
@@ -111,12 +118,12 @@ class ShardedStates:
 
     def cut_leaves(self) -> dict[str, dict[str, str]]:
         """The modules, by path, that hold cut tensors: for each the tensors' own names and those in the graph."""
-        found: dict[str, dict[str, str]] = {}
+        by_path: dict[str, dict[str, str]] = {}
         for name, own in self.names_of.items():
             if self.is_cut(own):
                 path, _, leaf = name.rpartition(".")
-                found.setdefault(path, {})[leaf] = own
-        return found
+                by_path.setdefault(path, {})[leaf] = own
+        return by_path
 
     def shards(self) -> dict[str, Shard]:
         """Every tensor of this rank, with its place in the whole one."""
@@ -127,6 +134,15 @@ class ShardedStates:
     def tensors(self) -> dict[str, Tensor]:
         """Every shard as it is now; the module may have been moved or converted since."""
         return {name: place.tensor() for name, place in self._places.items()}
+
+    def buffers(self) -> list[tuple[str, Mapping[str, Tensor | None], str]]:
+        """Where every buffer is kept: (its name, its module's buffers, its name there)."""
+        places = self._places.items()
+        return [
+            (name, place.owner._buffers, place.leaf)
+            for name, place in places
+            if place.leaf not in place.owner._parameters
+        ]
 
     def ranks_of(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same shard as `rank`."""
@@ -163,6 +179,22 @@ class ShardedStates:
         ).wait()
         return None if full is None else full.clone()
 
+    def make_whole(self, transport: Transport) -> None:
+        """Put whole tensors, and whole gradients where a rank has one, in the place of the shards. A collective."""
+        for own in self.cut_leaves().values():
+            for name in own.values():
+                tensor = self[name]
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = self._everywhere(name, transport, tensor.detach())
+                if any(transport.gather_objects(grad is not None)):
+                    missing = torch.zeros_like(self[name]) if grad is None else grad
+                    tensor.grad = self._everywhere(name, transport, missing)
+
+    def _everywhere(self, name: str, transport: Transport, shard: Tensor) -> Tensor:
+        full = self.gather_one(name, transport, shard, rank0_only=False)
+        assert full is not None
+        return full
+
     def shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         """This rank's part of a tensor that is laid out as the state `name` is; empty where it has none."""
         return shard_of(full, self.layouts[name][rank])
@@ -188,8 +220,79 @@ def shard_of(full: Tensor, box: Box | None) -> Tensor:
     return full[slices(box, whole(full.shape))].clone(memory_format=torch.contiguous_format)
 
 
+def shard_tree(
+    root: nn.Module, homes: Mapping[str, Layout], transport: Transport, *, in_place: bool, draft: Draft | None
+) -> ShardedStates:
+    """Make the tensors of a tree of modules this rank's shards, laid out as `homes` says. A collective if `in_place`.
+
+    `draft`: of a network that is not built yet; only this rank's boxes of it are then built. `in_place`: all ranks take
+    rank 0's weights first, and parameters stay the same objects.
+    """
+    if draft is not None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
+        cut = [name for name, shape in shapes.items() if any(box != whole(shape) for box in homes[name])]
+        draft.fill({name: homes[name][transport.rank] for name in cut})
+        return ShardedStates(root, homes, transport.rank, in_place=True, whole_shapes=shapes)
+    if in_place:
+        take_rank0s(root, homes, transport)
+    return ShardedStates(root, homes, transport.rank, in_place=in_place)
+
+
+def keep_state_dicts_whole(root: nn.Module, states: ShardedStates, transport: Transport) -> list[RemovableHandle]:
+    """Let modules give whole tensors to state dicts, and take whole ones from them; handles to end that."""
+    return [
+        handle
+        for path, leaves in states.cut_leaves().items()
+        for handle in _whole_in_state_dict(root.get_submodule(path), leaves, states, transport)
+    ]
+
+
+def _whole_in_state_dict(
+    owner: nn.Module, leaves: Mapping[str, str], states: ShardedStates, transport: Transport
+) -> list[RemovableHandle]:
+    """Of one module; `leaves`: the names of its cut tensors there and in the graph."""
+
+    def give(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        transport.header("state_dict")
+        for leaf, name in leaves.items():
+            if prefix + leaf in state_dict:
+                shard = states[name].detach()
+                full = states._everywhere(name, transport, shard)
+                states.given.note(prefix + leaf, full)
+                state_dict[prefix + leaf] = full
+
+    def take(
+        _module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        _metadata: object,
+        _strict: object,
+        _missing: object,
+        _unexpected: object,
+        errors: list[str],
+    ) -> None:
+        for leaf, name in leaves.items():
+            full = state_dict.get(prefix + leaf)
+            if not isinstance(full, Tensor):
+                continue
+            if tuple(full.shape) != states.shapes[name]:
+                errors.append(
+                    f"size mismatch for {prefix + leaf}: the state has {tuple(full.shape)}, the network, whole, "
+                    f"{states.shapes[name]}."
+                )
+                del state_dict[prefix + leaf]
+            else:
+                states.given.taken(full)
+                state_dict[prefix + leaf] = states.shard_of(name, full.detach(), transport.rank)
+
+    return [
+        owner._register_state_dict_hook(give),  # type: ignore[no-untyped-call]
+        owner.register_load_state_dict_pre_hook(take),  # type: ignore[no-untyped-call]
+    ]
+
+
 def take_rank0s(root: nn.Module, layouts: Mapping[str, Layout], transport: Transport) -> None:
-    """Rank 0's weights on every rank, in the whole tensors of `root`: of those that are cut, each rank's box of them.
+    """Copy rank 0's weights into the whole tensors of `root` on every rank; where it will be cut, the rank's box alone.
 
     A collective. What every rank holds whole is sent to all at once, 64 MiB at a time.
     """
@@ -229,7 +332,7 @@ def take_rank0s(root: nn.Module, layouts: Mapping[str, Layout], transport: Trans
 def _by_size(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     for tensor in tensors:
-        if group and sum(one.nbytes for one in group) + tensor.nbytes > _MESSAGE:
+        if group and sum(member.nbytes for member in group) + tensor.nbytes > _MESSAGE:
             yield group
             group = []
         group.append(tensor)

@@ -8,13 +8,14 @@ Where a plan cuts parameters, each rank sees a part of them. These of torch's to
                                         (Adafactor, Muon, LBFGS, LAMB) are refused when they step
     optimizer.state_dict()              gives whole tensors, as the network's does; a collective
     optimizer.load_state_dict()         takes whole tensors; each rank keeps its shards, when it next steps
+    optimizers that stepped already     go on when the network is laid anew: what they remember becomes whole with it
 
 Nothing is changed until the first network with cut parameters is made, and nothing for tensors that are not shards.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import RunError
 from shoal.execution.module import ParallelModule
@@ -54,10 +56,12 @@ def tell_torch(network: ParallelModule) -> None:
     _tell_once()
     _known[:] = [known for known in _known if known() is not None]
     _known.append(weakref.ref(network))
+    network._before_whole.append(_make_states_whole)
 
 
 def _networks() -> list[ParallelModule]:
-    return [network for known in _known if (network := known()) is not None]
+    """Those that are not laid anew since."""
+    return [network for known in _known if (network := known()) is not None and not network._passes.ended]
 
 
 @cache
@@ -67,6 +71,7 @@ def _tell_once() -> None:
     )
     GradScaler._unscale_grads_ = _agreed_infinities(GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)
+    Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
 
 # Norms
@@ -115,13 +120,13 @@ def _in_order(networks: Iterable[ParallelModule]) -> list[ParallelModule]:
 
 def _agreed_infinities(plain: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found = plain(scaler, optimizer, *args, **kwargs)
+        infinities = plain(scaler, optimizer, *args, **kwargs)
         for network in _in_order(network for network, _, _ in _shards(optimizer)):
-            mine = max((float(flag) for flag in found.values()), default=0.0)
+            mine = max((float(flag) for flag in infinities.values()), default=0.0)
             if any(row[0] for row in network._transport.gather_numbers([mine])):
-                for flag in found.values():
+                for flag in infinities.values():
                     flag.fill_(1.0)
-        return found
+        return infinities
 
     return unscale
 
@@ -143,7 +148,7 @@ def _shards(optimizer: Optimizer) -> list[tuple[ParallelModule, str, Tensor]]:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if not _known:
         return
-    cut = [one for one in _shards(optimizer) if one[0]._states.is_cut(one[1])]
+    cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
     if not cut:
         return
     if type(optimizer) not in _ELEMENTWISE:
@@ -158,6 +163,9 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if optimizer not in _seen:
         _seen.add(optimizer)
         optimizer.register_state_dict_post_hook(_whole_state)
+    for network in _in_order(network for network, _, _ in cut):
+        if not any(known() is optimizer for known in network._optimizers):
+            network._optimizers.append(weakref.ref(optimizer))
     _take_shards(optimizer, cut)
 
 
@@ -176,17 +184,69 @@ def _whole_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         numbers.update({id(p): number for p, number in zip(group["params"], saved["params"], strict=True)})
     states = dict(state_dict["state"])
-    cut = [one for one in _shards(optimizer) if one[0]._states.is_cut(one[1])]
+    cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
     _take_shards(optimizer, cut)
     for network, name, parameter in cut:
-        number = numbers[id(parameter)]
-        own = dict(optimizer.state.get(parameter, {}))
-        kinds = {key: isinstance(value, Tensor) and value.ndim > 0 for key, value in own.items()}
-        everyone = [found for found in network._transport.gather_objects(kinds) if found]
-        whole = dict(own)
-        for key, is_tensor in (everyone[0] if everyone else {}).items():
-            if is_tensor:
-                whole[key] = network._states.gather_one(name, network._transport, own.get(key), rank0_only=False)
+        whole = _put_together(network, name, parameter, optimizer)
         if whole:
-            states[number] = whole
+            states[numbers[id(parameter)]] = whole
+        for key, value in whole.items():
+            if isinstance(value, Tensor) and value is not optimizer.state.get(parameter, {}).get(key):
+                network._states.given.note(f"{key} of {name}", value, "optimizer")
     return {**state_dict, "state": states}
+
+
+def _taking(plain: Callable[..., None]) -> Callable[..., None]:
+    @wraps(plain)
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        plain(optimizer, state_dict)
+        for network in _networks():
+            if network._states.given:
+                for value in tree_leaves(state_dict["state"]):
+                    if isinstance(value, Tensor):
+                        network._states.given.taken(value)
+
+    return load_state_dict
+
+
+def _make_states_whole(network: ParallelModule) -> None:
+    """What optimizers remember of a network's cut parameters, whole, before these become so. A collective.
+
+    One that is gone on some rank is nobody's any more, and stays as it is.
+    """
+    alive = network._transport.gather_objects([known() is not None for known in network._optimizers])
+    for known, everywhere in zip(network._optimizers, zip(*alive, strict=False), strict=False):
+        optimizer = known()
+        if optimizer is None or not all(everywhere):
+            continue
+        cut = [shard for shard in _shards(optimizer) if shard[0] is network and network._states.is_cut(shard[1])]
+        _take_shards(optimizer, cut)
+        for _, name, parameter in cut:
+            whole = _put_together(network, name, parameter, optimizer)
+            if whole:
+                optimizer.state[parameter] = whole
+
+
+def _put_together(network: ParallelModule, name: str, parameter: Tensor, optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer remembers of a cut parameter, its shards put together. A collective.
+
+    Numbers, such as a count of steps, are this rank's, or those of the first that has any.
+    """
+    own = optimizer.state.get(parameter, {})
+    kinds = {key: _Kind(value, parameter) for key, value in own.items()}
+    everyone = [theirs for theirs in network._transport.gather_objects(kinds) if theirs]
+    whole: dict[str, Any] = {}
+    for key, kind in (everyone[0] if everyone else {}).items():
+        if kind.shard:
+            whole[key] = network._states.gather_one(name, network._transport, own.get(key), rank0_only=False)
+        else:
+            whole[key] = own.get(key, kind.value)
+    return whole
+
+
+class _Kind:
+    """Whether something that an optimizer remembers is laid out as its parameter is; if not, the thing itself."""
+
+    def __init__(self, value: Any, parameter: Tensor) -> None:
+        self.shard = isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+        self.value = None if self.shard else value

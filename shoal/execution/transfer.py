@@ -66,7 +66,7 @@ def begin_transfer(
             receives.append((move.src, buffer))
             arriving.pieces.append((move.box, buffer))
     if sends or receives:
-        arriving.works = transport.begin_exchange(sends, receives, tag)
+        arriving.works = transport.begin_moves(sends, receives, tag)
         arriving.sent = [tensor for _, tensor in sends]
     return arriving
 

@@ -2,7 +2,8 @@
 
 A parallel network shows the tree of the module that it was made of: the same module objects, their parameters this
 rank's shards. Whatever a script sets on it counts from the next pass on, as with the module itself: training flags,
-`requires_grad`, a dropout's `p`, any plain attribute. What cannot be honoured is refused by the module's path:
+`requires_grad`, a dropout's `p`, whatever the code reads (capturing/sight.py). What cannot be honoured is refused by
+the module's path:
 
     a child that holds cut parameters is called on its own        its forward pre-hook says so
     a hook registered on a module inside                          it would never fire
@@ -10,7 +11,6 @@ rank's shards. Whatever a script sets on it counts from the next pass on, as wit
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -20,65 +20,62 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
-from shoal.capturing.watching import keeps_nothing
+from shoal.capturing.sight import Sight
+from shoal.capturing.watching import hook_on_all, keeps_nothing
 from shoal.errors import RunError
 
-_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MISSING = object()
 
 
 class Tree:
     """A tree of modules, read in every pass."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self, root: nn.Module, loss: Any = None) -> None:
+        self.root, self._loss = root, loss
         self._guards: list[_NotAlone] = []
-        self._reading: list[Any] = []
-        self._sizes: list[int] = []
-        self._key = ""
+        self._sight = Sight(root, loss)
+        self._settings: list[tuple[str, str]] = []
         self.look()
 
     def look(self) -> None:
         """Take the tree as it is now for what was laid over the ranks."""
-        self._plain: list[tuple[dict[str, Any], str, str]] = []
-        self._contents: list[dict[str, Any]] = []
         self._fixed: list[tuple[Mapping[str, Any], str, object, str]] = []
+        self._names: list[tuple[Mapping[str, Any], list[str], str]] = []
         self._hooks: list[tuple[Mapping[int, Any], str]] = []
         for path, module in self.root.named_modules():
             content = module.__dict__
-            self._contents.append(content)
-            own = [name for name, value in content.items() if name in ("training",) or _is_plain(name, value)]
-            self._plain += [(content, name, path) for name in own]
-            for kind in ("_modules", "_parameters"):
+            for kind in ("_modules", "_parameters", "_buffers"):
                 where = content[kind]
-                self._fixed += [(where, name, value, _join(path, name)) for name, value in where.items()]
+                self._names.append((where, list(where), path))
+                if kind != "_buffers":  # these may be replaced
+                    self._fixed += [(where, name, value, _join(path, name)) for name, value in where.items()]
             self._hooks += [(content[kind], path) for kind in _HOOKS if kind in content]
-        self._key = ""
+        self._kept = [where for where, _, _ in self._names]
+        self._lengths = [*map(len, self._kept)]
+        if isinstance(self._loss, nn.Module):
+            for path, module in self._loss.named_modules():
+                self._hooks += [(vars(module)[kind], _join("loss", path)) for kind in _HOOKS]
 
     def key(self) -> str:
-        """A mark of all that the network's code may read of its modules. Equal marks: the same network.
+        """A mark of all that the network's code, and the loss's, may read besides tensors of the network.
 
-        Costs some 60 ns per attribute. A `RunError` names a hook, module or parameter that was put there since.
+        Equal marks: the same network. Costs some 0.1 ms for 180 modules where nothing changed. A `RunError` names a
+        hook, module or parameter that was put there since.
         """
         self._refuse_changes()
-        sizes = list(map(len, self._contents))
-        if sizes != self._sizes:  # attributes came or went
-            self.look()
-            self._sizes = sizes
-        reading = [content.get(name, _MISSING) for content, name, _ in self._plain]
-        if reading != self._reading or not self._key:
-            self._reading = reading
-            self._key = hashlib.blake2b(repr(self.settings()).encode(), digest_size=16).hexdigest()
-        return self._key
+        key, self._settings = self._sight.now()
+        return key
 
     def settings(self) -> list[tuple[str, str]]:
         """What the last key stands for: every attribute and its value."""
-        return [
-            (_join(path, name), repr(value)) for (_, name, path), value in zip(self._plain, self._reading, strict=True)
-        ]
+        return self._settings
 
     def _refuse_changes(self) -> None:
+        if (hook := hook_on_all()) is not None:
+            raise RunError(
+                f"there is a hook on all modules ({hook}), which a network that is laid over ranks would never call.",
+                "Remove it, or register it on the parallel network itself.",
+            )
         for hooks, path in self._hooks:
             if hooks and not all(map(keeps_nothing, hooks.values())):
                 raise RunError(
@@ -92,6 +89,15 @@ class Tree:
                     f"{path!r} is not what it was when the network was laid over the ranks.",
                     "Change weights in place (with torch.no_grad(): p.copy_(...)), or change the module first and call "
                     "shoal.parallelize then.",
+                )
+        if [*map(len, self._kept)] != self._lengths:
+            for where, names, path in self._names:
+                if len(where) == len(names):
+                    continue
+                new = next((name for name in where if name not in names), "")
+                raise RunError(
+                    f"{_join(path, new)!r} was not there when the network was laid over the ranks.",
+                    "Give the module all its parts first and call shoal.parallelize then.",
                 )
 
     def guard(self, cut: Mapping[str, str], undo: Callable[[], None]) -> list[RemovableHandle]:
@@ -201,10 +207,6 @@ def copied(root: nn.Module) -> nn.Module:
         return made[id(module)]
 
     return copy_of(root)
-
-
-def _is_plain(name: str, value: object) -> bool:
-    return isinstance(value, _PLAIN) and (not name.startswith("_") or type(value) in (bool, int, float, str))
 
 
 def _join(path: str, name: str) -> str:

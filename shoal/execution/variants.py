@@ -26,10 +26,17 @@ from shoal.errors import PlanError
 from shoal.execution.loss import Loss, LossTail, join_loss
 from shoal.execution.states import shard_of
 from shoal.graph import LayerGraph, same_graph
-from shoal.lowering.boundary import Boundary, step_program
+from shoal.lowering.boundary import (
+    Boundary,
+    follows_batch,
+    input_tiles,
+    output_tiles,
+    own_inputs,
+    step_program,
+)
 from shoal.lowering.program import Compute, Program, first_uses, layer_groups
 from shoal.moves import Layout
-from shoal.partition import Cut
+from shoal.partition import Box, Cut, whole
 from shoal.planning import Resolved
 
 log = logging.getLogger("shoal")
@@ -44,6 +51,8 @@ class Form:
     states: Mapping[str, Tensor]
     """Every tensor that the graph names: of the module, of the loss, and constants of the code."""
     tail: LossTail | None = None
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """What the network asks about its call (capturing/questions.py), and where."""
 
     @property
     def gives_losses(self) -> bool:
@@ -55,9 +64,9 @@ def capture_form(model: nn.Module, call: Call, loss: Loss | None, target: Any) -
     """The network as it is now, called so; in training with its loss."""
     reading: Reading = capture_call(model, call)
     if loss is None or not model.training:
-        return Form(reading.graph, reading.returned, reading.states)
-    tail = join_loss(reading, loss, target, call.tensors[0].device)
-    return Form(tail.graph, single(), {**reading.states, **tail.states}, tail)
+        return Form(reading.graph, reading.returned, reading.states, asked=reading.asked)
+    tail = join_loss(reading, call, loss, target)
+    return Form(tail.graph, single(), {**reading.states, **tail.states}, tail, {**tail.asked, **reading.asked})
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,24 @@ class Variant:
             name in self.form.states and _equal(self.form.states[name], traced.states[name]) for name in constants
         )
 
+    def input_boxes(self, batch: int, rank: int, world: int) -> tuple[Box | None, ...]:
+        """What a rank passes of every input of such a batch where each passes its own tile; None: nothing."""
+        graph = self.at(batch)
+        cuts = self.cuts(graph)
+        return tuple(
+            input_tiles(graph, name, cuts, world)[rank]
+            if follows_batch(graph, name)
+            else whole(graph.inputs[name].shape)
+            for name in own_inputs(graph)
+        )
+
+    def output_boxes(self, batch: int, rank: int, world: int) -> list[Box | None]:
+        """What a rank gets of every result of such a batch where each gets its own tile; None: nothing."""
+        graph, losses = self.at(batch), self.form.gives_losses
+        cuts, tiled = self.cuts(graph), Boundary("tile", world)
+        tiles = {name: output_tiles(graph, name, cuts, world, losses=losses) for name in graph.outputs}
+        return [tiled.output(graph, name, (), layout)[rank] for name, layout in tiles.items()]
+
     def program(self, shares: tuple[int, ...], boundary: Boundary) -> Program:
         """Of a batch of these shares, for which the variant is proven."""
         graph = self.graphs[sum(shares)]
@@ -132,18 +159,18 @@ def groups_of(ready: Ready) -> list[tuple[int, ...]]:
 
 def _check_homes(program: Program, homes: Mapping[str, Layout]) -> None:
     """Refuse a variant that needs other parts of the parameters than the ranks hold."""
-    for one in program.instructions:
-        if not isinstance(one, Compute):
+    for instruction in program.instructions:
+        if not isinstance(instruction, Compute):
             continue
-        for argument, reference in one.placed.layer.tensors:
+        for argument, reference in instruction.placed.layer.tensors:
             home = homes.get(reference.name)
             if home is None or reference.name in program.graph.specs:
                 continue
-            for needs, box in zip(one.placed.needs, home, strict=True):
+            for needs, box in zip(instruction.placed.needs, home, strict=True):
                 if argument in needs and needs[argument].box != box:
                     raise PlanError(
-                        f"layer {one.label!r} needs another part of {reference.name!r} for this input than the ranks "
-                        "hold since the network was laid over them.",
+                        f"layer {instruction.label!r} needs another part of {reference.name!r} for this input than the "
+                        "ranks hold since the network was laid over them.",
                         "Give the layer a cut in a plan file that fits all inputs, or use plan='data'.",
                     )
 
@@ -178,8 +205,8 @@ def _is_shape(given: Any) -> bool:
     )
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _shrunk(planned: Cut, graph: LayerGraph, name: str) -> Cut:

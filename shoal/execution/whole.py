@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.module import ParallelModule
+from shoal.transport import Transport
 
 
 def full_state_dict(model: ParallelModule, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def full_optimizer_state(model: ParallelModule, optimizer: Optimizer) -> dict[st
     table = model._transport.gather_objects(kinds)
     full: dict[str, dict[str, Any]] = {}
     for name in model._states.names():
-        holder: dict[str, Any] = next((found[name] for found in table if name in found), {})
+        holder: dict[str, Any] = next((theirs[name] for theirs in table if name in theirs), {})
         for key, number in holder.items():
             shard = own.get(name, {}).get(key) if number is None else None
             value = (
@@ -76,6 +77,16 @@ def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> N
     model._states.load(full, model._transport.rank)
 
 
+def ranks_of(model: ParallelModule) -> tuple[int, ...]:
+    """The ranks of the world that a network is laid over, in the order in which they count in it; alone, (0,)."""
+    return model._transport.members
+
+
+def another_transport(model: ParallelModule) -> Transport:
+    """Between the same ranks, for messages that are not the network's own. All of them call it."""
+    return Transport(model._transport.group, alone=model._transport.world == 1)
+
+
 def holders(model: ParallelModule) -> dict[str, tuple[int, ...]]:
     """For every parameter, the ranks that hold the same shard of it as this rank does."""
     rank = model._transport.rank
@@ -89,7 +100,7 @@ def tell_holders(model: ParallelModule, tensors: Mapping[str, Tensor]) -> None:
         if len(ranks) > 1 and name in tensors:
             groups.setdefault((ranks, tensors[name].dtype), []).append(tensors[name])
     with torch.no_grad():
-        for (ranks, _), members in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]))):
+        for (ranks, _), members in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
             whole = torch.cat([member.reshape(-1) for member in members])  # one message for many small tensors
             model._transport.tell(whole, ranks, GRADIENT)
             for member, part in zip(members, torch.split(whole, [member.numel() for member in members]), strict=True):
@@ -106,7 +117,7 @@ def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2
     if norm > max_norm:
         for grad in grads.values():
             grad.mul_(max_norm / (norm + 1e-6))
-    return torch.tensor(norm)
+    return torch.tensor(norm, device="cpu")
 
 
 def grad_norm(model: ParallelModule, grads: Mapping[str, Tensor], norm_type: float) -> float:

@@ -1,15 +1,16 @@
 """`plan="auto"`: profile what is not known yet, search, race the best few, remember the winner."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.cluster import Cluster
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.execution.loss import Loss
 from shoal.finding import cache
 from shoal.finding.race import Finish, race, time_steps
 from shoal.graph import fingerprint
@@ -17,7 +18,7 @@ from shoal.lowering.boundary import IO, Boundary
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel, flowing_values
-from shoal.planning.find import Found, find, pinned_layers
+from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import price
 from shoal.planning.resolve import resolve
 from shoal.planning.speeds import Speeds
@@ -41,7 +42,7 @@ class Chosen:
     """The plan to train with, and how it came about."""
 
     plan: Plan
-    found: Found | None
+    search: SearchResult | None
     """The search; None where the winner was remembered."""
     race: tuple[Finish, ...]
     """Measured steps, fastest first; empty where there was no race."""
@@ -83,18 +84,20 @@ def gives_losses(captured: Captured) -> bool:
 
 def find_plan(
     model: nn.Module,
-    example: Tensor | tuple[int, ...],
+    example: Any,
     *,
     cluster: str | Cluster,
     ranks: int | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    target: Tensor | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
     batch_norm: Literal["exact", "local"] = "exact",
     memory: int | None = None,
     pins: Mapping[str, str | Cut] | None = None,
     io: IO = "tile",
-) -> Found:
+) -> SearchResult:
     """The best plan for `ranks` devices of a described cluster, from its data sheet: nothing is measured or started.
+
+    `example`, `loss` and `target` are as for `parallelize`.
 
     A memory that no plan keeps to, a pin that matches no layer and an unknown cluster are an `InputError`.
     """
@@ -202,38 +205,40 @@ def choose_plan(
         optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     searched = agree(transport, lambda: find(model, pins=pins, memory=memory) if transport.rank == 0 else None)
-    found: Found = transport.gather_objects(searched)[0]
+    search: SearchResult = transport.gather_objects(searched)[0]
     finishes = ()
-    plan = found.plan
+    plan = search.plan
     if racing and transport.world > 1:
-        entrants = racers(found, memory)
+        entrants = racers(search, memory)
         finishes = tuple(
             race(entrants, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes, progress=progress)
         )
         plan = entrants[finishes[0].name]
     if transport.rank == 0:
-        cache.save_choice(key, plan, {"race": {one.name: one.seconds for one in finishes}})
-    return Chosen(plan, found, finishes, remembered=False)
+        cache.save_choice(key, plan, {"race": {finish.name: finish.seconds for finish in finishes}})
+    return Chosen(plan, search, finishes, remembered=False)
 
 
 def dtype_name(captured: Captured) -> str:
     """The type that the network trains in, as timings name it."""
-    found = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
-    return str(found).removeprefix("torch.")
+    dtype = next((t.dtype for t in captured.states.values() if t.is_floating_point()), torch.float32)
+    return str(dtype).removeprefix("torch.")
 
 
-def racers(found: Found, memory: int | None) -> dict[str, Plan]:
+def racers(search: SearchResult, memory: int | None) -> dict[str, Plan]:
     """Who runs: the best optima of the search, and the fixed strategies that are not hopeless, by name."""
-    limit = HOPELESS * found.price.seconds
+    limit = HOPELESS * search.price.seconds
     chosen: dict[str, Plan] = {}
     seen: list[Mapping[str, Cut]] = []
-    for number, one in enumerate(found.candidates[:RACED]):
-        if memory is None or one.peak <= memory:
+    for number, candidate in enumerate(search.candidates[:RACED]):
+        if memory is None or candidate.peak <= memory:
             name = AUTO if not number else f"{AUTO}-{number + 1}"
-            chosen[name] = Plan(name=name, ranks=one.ranks, layers=tuple(one.cuts.items()))
-            seen.append(one.cuts)
-    for one in found.fixed:
-        if one.seconds <= limit and (memory is None or one.peak <= memory) and one.cuts not in seen:
-            chosen[one.name] = Plan(name=one.name, ranks=one.ranks, layers=tuple(one.cuts.items()))
-            seen.append(one.cuts)
+            chosen[name] = Plan(name=name, ranks=candidate.ranks, layers=tuple(candidate.cuts.items()))
+            seen.append(candidate.cuts)
+    for candidate in search.fixed:
+        if candidate.seconds <= limit and (memory is None or candidate.peak <= memory) and candidate.cuts not in seen:
+            chosen[candidate.name] = Plan(
+                name=candidate.name, ranks=candidate.ranks, layers=tuple(candidate.cuts.items())
+            )
+            seen.append(candidate.cuts)
     return chosen

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RunError
 from shoal.execution.laying import capture_on_all, draft_on_all, lay
 from shoal.execution.loss import Loss
 from shoal.execution.module import ParallelModule
@@ -74,7 +74,14 @@ def parallelize(
                 "plan='auto' measures real steps, for which the network must be built.",
                 "Pass the built network, or a plan that `shoal plan` or shoal.find_plan found.",
             )
-    model = made_whole(model.module if isinstance(model, ParallelModule) else model)
+    model = model.module if isinstance(model, ParallelModule) else model
+    for path, inner in model.named_modules():
+        if isinstance(inner, ParallelModule):
+            raise RunError(
+                f"module {path!r} of {type(model).__name__} is laid over ranks already, as a network of its own.",
+                f"Lay the whole {type(model).__name__} at once, or lay the other parts by themselves.",
+            )
+    model = made_whole(model)
     captured = capture_on_all(transport, model, example, loss, target)
     if plan == AUTO:
         plan = choose_plan(captured, transport, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes).plan

@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shoal.execution.laying import Captured, lay
 from shoal.execution.module import ParallelModule
+from shoal.graph import LayerGraph
 from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.transport import Transport
@@ -53,7 +55,7 @@ def race(
             times[name] += time_steps(model, captured, transport)
             del model
     progress(ROUNDS * len(order), ROUNDS * len(order), "")
-    return sorted((Finish(name, median(found)) for name, found in times.items()), key=lambda one: one.seconds)
+    return sorted((Finish(name, median(seconds)) for name, seconds in times.items()), key=lambda finish: finish.seconds)
 
 
 def time_steps(model: ParallelModule, captured: Captured, transport: Transport, *, slowest: bool = True) -> list[float]:
@@ -62,18 +64,18 @@ def time_steps(model: ParallelModule, captured: Captured, transport: Transport, 
     A collective. Weights stay as they are; batch norm's statistics do not.
     """
     graph = captured.graphs[True]
-    first, *rest = graph.inputs.items()
     device = captured.device
-    x = _random(model.input_box, first[1].dtype, device)
-    y = _random(model.output_box, rest[0][1].dtype, device) if captured.tail is not None and rest else None
+    args, kwargs = _example(model, captured, graph)
     parameters = [p for p in model.parameters() if p.numel()]
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9, fused=True) if parameters else None
-    found = []
+    seconds = []
     for step in range(1 + STEPS):
         transport.gather_numbers([0.0])
         start = time.perf_counter()
-        out = model(x) if y is None else model(x, y)
-        out.sum().backward()
+        results = pytree.tree_leaves(model(*args, **kwargs))
+        torch.autograd.backward(
+            [result.sum() for result in results if isinstance(result, Tensor) and result.requires_grad]
+        )
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -81,10 +83,24 @@ def time_steps(model: ParallelModule, captured: Captured, transport: Transport, 
             torch.cuda.synchronize(device)
         everyone = [row[0] for row in transport.gather_numbers([time.perf_counter() - start])]
         if step:  # the first makes buffers and optimizer state
-            found.append(max(everyone) if slowest else sum(everyone) / len(everyone))
+            seconds.append(max(everyone) if slowest else sum(everyone) / len(everyone))
             if max(everyone) > LONG:
                 break
-    return found
+    return seconds
+
+
+def _example(model: ParallelModule, captured: Captured, graph: LayerGraph) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Random tiles in the form of the call that was captured, and of the loss's targets."""
+    names = [name for name in graph.inputs if name not in graph.targets]
+    boxes = model.input_box if len(names) > 1 else (model.input_box,)
+    tiles = [_random(box, graph.inputs[name].dtype, captured.device) for name, box in zip(names, boxes, strict=True)]
+    args, kwargs = (tuple(tiles), {}) if captured.call is None else captured.call.arguments(tiles)
+    if not graph.targets:
+        return args, kwargs
+    targets = iter(_random(model.output_box, graph.inputs[name].dtype, captured.device) for name in graph.targets)
+    like = torch.empty(0) if captured.target is None else captured.target
+    target = pytree.tree_map(lambda leaf: next(targets) if isinstance(leaf, Tensor) else leaf, like)
+    return args, {**kwargs, "target": target}
 
 
 def _random(box: Box | None, dtype: str, device: torch.device) -> Tensor:

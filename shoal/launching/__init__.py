@@ -6,10 +6,23 @@ decides what went wrong first.
 """
 
 from shoal.launching.failure import Failure, RemoteError
-from shoal.launching.group import joined, table_of
-from shoal.launching.process import leave
+from shoal.launching.group import assembled, joined, table_of, told_to_all
+from shoal.launching.process import leave, stop_signals
 from shoal.launching.ranks import run
 from shoal.launching.replicas import Replicas
 from shoal.launching.world import World, surrounding
 
-__all__ = ["World", "surrounding", "joined", "table_of", "run", "Replicas", "leave", "Failure", "RemoteError"]
+__all__ = [
+    "World",
+    "surrounding",
+    "joined",
+    "table_of",
+    "told_to_all",
+    "assembled",
+    "run",
+    "Replicas",
+    "leave",
+    "stop_signals",
+    "Failure",
+    "RemoteError",
+]

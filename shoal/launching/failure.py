@@ -17,7 +17,7 @@ from shoal.errors import (
     show_ranks,
 )
 
-Kind = Literal["raised", "gone", "silent", "died", "stopped"]
+FailureKind = Literal["raised", "gone", "silent", "died", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Failure:
     """
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     when: float
     """Wall clock: comparable between the processes of one host."""
     what: str
@@ -50,7 +50,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":
-        """What `error`, caught on `rank`, amounts to."""
+        """The failure that `error`, caught on `rank`, stands for."""
         lines = str(error).strip().splitlines() or [""]
         return cls(
             rank=rank,
@@ -111,7 +111,7 @@ def explain(failures: Sequence[Failure], ended: Sequence[int], running: Sequence
 def _lost(
     first: Failure, failures: Sequence[Failure], ended: Sequence[int], running: Sequence[int], timeout: float
 ) -> ShoalError:
-    """Nobody failed by itself: some waited for others in vain."""
+    """No rank failed by itself: some waited for others that did not answer."""
     waited = sorted(failure.rank for failure in failures)
     where = "".join(f", {note}" for note in first.notes)
     if running:
@@ -131,23 +131,25 @@ def _lost(
     return error
 
 
-def _kind(error: BaseException) -> Kind:
+def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, StoppedError):
         return "stopped"
-    for one in _chain(error):
-        if isinstance(one, PeerError):
-            return "silent" if isinstance(one, SilentError) else "gone"
-        if trouble := network_trouble(one):
+    for origin in _chain(error):
+        if isinstance(origin, PeerError):
+            return "silent" if isinstance(origin, SilentError) else "gone"
+        if trouble := network_trouble(origin):
             return trouble
     return "raised"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those it was raised from."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    """The error and those it was raised from, each once: one may have been raised from itself."""
+    origin: BaseException | None = error
+    seen: set[int] = set()
+    while origin is not None and id(origin) not in seen:
+        seen.add(id(origin))
+        yield origin
+        origin = origin.__cause__ or (None if origin.__suppress_context__ else origin.__context__)
 
 
 def _death(exit_code: int | None) -> str:

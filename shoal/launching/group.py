@@ -3,15 +3,17 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import cache
+from itertools import count
 from typing import Any
 
-from shoal.launching.world import LOOPBACK, World
+from shoal.launching.world import World
 from shoal.machine import loopback_interface
 
 TIMEOUT = 120.0
-"""Seconds that a rank waits for another before it gives up. Steps are shorter; thirty minutes help nobody."""
+"""Seconds that a rank waits for another before it gives up. Steps are shorter; torch's thirty minutes are too long."""
+
+_turns = count()
+"""Numbers the worlds that this process joins and the texts that it is told: the same number on all ranks."""
 
 
 @contextmanager
@@ -23,53 +25,69 @@ def joined(world: World, device: str = "cpu", timeout: float = TIMEOUT) -> Itera
     never come: the process should end, which closes its connections and so tells the others.
     """
     import torch
-    import torch.distributed as dist
 
-    options: dict[str, Any] = {"backend": "gloo"}
-    if torch.device(device).type == "cuda":
-        own = torch.device("cuda", world.local_rank)
-        torch.cuda.set_device(own)
-        options = {"backend": "nccl", "device_id": own}
+    from shoal.transport.groups import enter_world, leave_world
+    from shoal.transport.table import all_are_here, all_may_come, under
+
+    stay_on_host(world)
+    on = torch.device("cuda", world.local_rank) if torch.device(device).type == "cuda" else torch.device("cpu")
+    if world.group and world.size == 1:  # a replica of one rank needs no group
+        if on.type == "cuda":
+            torch.cuda.set_device(on)
+        yield
+        all_may_come()
+        return
+    # What an earlier group of these ranks wrote would lead to connections that are gone.
+    table = under(table_of(world, timeout), f"{world.group or 'world'}/{next(_turns)}")
+    enter_world(world.rank, world.size, table, timeout, on)
+    if not world.group:
+        all_are_here()
+    yield
+    leave_world()
+    all_may_come()
+
+
+def stay_on_host(world: World) -> None:
+    """Where all ranks are on this host, let Gloo listen there alone."""
     if world.on_one_host and (interface := loopback_interface()):
         # Gloo takes the interface of the host's name, which in a container may be none that works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if world.group and world.size == 1:  # a replica that has nobody to talk to inside
-        yield
-        return
-    patience = timedelta(seconds=timeout)
-    if world.group:
-        options["store"] = dist.PrefixStore(world.group, table_of(world, timeout))  # type: ignore[attr-defined]
-    elif world.origin == "shoal":  # the launcher keeps the store, so that it outlives every rank
-        options["store"] = store(world.port, timeout, serves=False)
-    else:
-        options["init_method"] = _url(world)
-    dist.init_process_group(rank=world.rank, world_size=world.size, timeout=patience, **options)
-    yield
-    if dist.is_initialized():  # unless the caller left already
-        dist.barrier()
-        dist.destroy_process_group()
 
 
-def store(port: int, timeout: float, *, serves: bool) -> Any:
-    """The table on this host in which ranks find each other; port 0 lets the system choose a free one to serve at."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by assignment
-        LOOPBACK, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
-
-
-@cache
 def table_of(world: World, timeout: float) -> Any:
-    """The table in which all ranks of a run find each other, of which `world` is a group. Made once per process."""
-    import torch.distributed as dist
+    """The table in which all ranks of a run find each other, of which `world` may be a group."""
+    from shoal.transport.table import serve_table, table_at, table_of_torchrun
 
-    if world.origin == "shoal":
-        return store(world.port, timeout, serves=False)
-    patience = timedelta(seconds=timeout)
-    return next(iter(dist.rendezvous(_url(world), world.number, world.everyone, timeout=patience)))[0]  # type: ignore[attr-defined]
+    if world.table:
+        return table_at(world.table, timeout)
+    if world.origin == "torchrun":
+        table = table_of_torchrun(world.number, world.everyone or world.size, timeout)
+        if table is not None:
+            return table
+    if world.number == 0:
+        return serve_table(world.host, world.port, timeout, one_host=world.on_one_host)
+    return table_at(world.url, timeout)
 
 
-def _url(world: World) -> str:
-    # torchrun's own agent may keep the store, which only env:// knows
-    return "env://" if world.origin == "torchrun" else f"tcp://{world.host}:{world.port}"
+def told_to_all(world: World, table: Any, text: str | None, timeout: float = TIMEOUT, *, last: bool = False) -> str:
+    """Rank 0's `text` on every rank of a world, not through the table, which others may read. All ranks call it.
+
+    `last`: nobody will come to the table any more, until a world that was `joined` since is left.
+    """
+    from shoal.transport.groups import told_by_first
+    from shoal.transport.table import all_are_here
+
+    stay_on_host(world)
+    name = f"shoal/told/{next(_turns)}"
+    told = told_by_first(table, name, world.rank, world.size, text, timeout, world.listens_at)
+    if last:
+        all_are_here()
+    return told
+
+
+def assembled(world: World, table: Any, timeout: float = TIMEOUT) -> Any:
+    """All ranks of a world, to begin something together: an `Assembly`. All ranks call it."""
+    from shoal.transport.groups import Assembly
+
+    stay_on_host(world)
+    return Assembly(table, f"shoal/assembly/{next(_turns)}", world.rank, world.size, timeout, world.listens_at)

@@ -2,8 +2,8 @@
 
 Processes   `spawn`, in this one's present folder, each in a session of its own: a Ctrl-C on the terminal reaches this
             process alone, which passes it on once. A process ends when this one does, however that happens.
-Signals     the first SIGINT or SIGTERM asks every process to stop (SIGTERM), as a training loop knows how to; the
-            second kills them.
+Signals     the first SIGINT, SIGTERM or SIGHUP asks every process to stop (SIGTERM), as a training loop knows how to;
+            the second kills them.
 """
 
 import ctypes
@@ -30,7 +30,15 @@ from shoal.launching.world import World
 from shoal.machine import HUGE_PAGES
 
 END_SECONDS = 1.0
-"""From asking a process to end to killing it."""
+"""Time between asking a process to end and killing it."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask for an end in good order. SIGHUP, the end of the terminal, unless it is ignored (`nohup`)."""
+    asked = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        asked.append(signal.SIGHUP)
+    return asked
 
 
 @dataclass
@@ -58,7 +66,7 @@ class Process:
                     self.failure = report
                 else:
                     self.finished, self.result = True, report[0]
-        except (EOFError, OSError):  # it closed its end; the exit code follows at once
+        except (EOFError, OSError):  # the process closed the pipe; its exit code follows at once
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
@@ -71,7 +79,7 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
-    """What a process is to do, on its way there; a `ConfigError` where it cannot travel."""
+    """What a process is to do, pickled; a `ConfigError` where it cannot be."""
     try:
         return pickle.dumps((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -96,10 +104,10 @@ def start(world: World, payload: bytes, threads: int, timeout: float, device: st
 
 
 def end(ranks: Sequence[Process]) -> None:
-    """Leave no process: say goodbye to those that wait for it, ask the others to end, kill what is left."""
+    """Leave no process: let those go that have reported, ask the others to end, kill what is left."""
     in_order = all(rank.finished or (rank.failure and rank.failure.kind == "stopped") for rank in ranks)
     for rank in ranks:
-        rank.pipe.close()  # what a rank waits for after its report
+        rank.pipe.close()  # a rank waits for this after its report
     if in_order:
         _join(ranks, seconds=10 * END_SECONDS)
     for rank in ranks:
@@ -120,7 +128,7 @@ def _join(ranks: Sequence[Process], *, seconds: float) -> None:
 
 @dataclass
 class Signals:
-    """Passes this process's SIGINT and SIGTERM on to the ranks. Only the main thread can; elsewhere it does nothing."""
+    """Passes this process's `stop_signals` on to the ranks. Only the main thread can; elsewhere it does nothing."""
 
     ranks: list[Process]
     asked: int = 0
@@ -128,7 +136,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._pass_on)
         return self
 
@@ -195,9 +203,9 @@ def _serve(
         with joined(world, device, timeout):
             pipe.send_bytes(pickle.dumps((function(*args),)))
             _wait_for_goodbye(pipe)
-    except BaseException as error:  # whatever it is, the launcher tells people
+    except BaseException as error:  # whatever it is, the launcher reports it
         failure = Failure.of(error, world.number)
-        with suppress(OSError):  # the launcher may have heard enough
+        with suppress(OSError):  # the launcher may have closed the pipe
             pipe.send_bytes(pickle.dumps(failure))
         if failure.kind == "stopped":
             _wait_for_goodbye(pipe)
@@ -205,7 +213,7 @@ def _serve(
 
 
 def _stand_alone() -> None:
-    """Out of the terminal's reach, and never without a parent."""
+    """A session of its own, away from the terminal, and an end as soon as the parent ends."""
     if hasattr(os, "setsid"):
         os.setsid()
         # A Ctrl-C that came while this process started was meant for the parent, which passes it on.
@@ -225,7 +233,7 @@ def _die_with_parent() -> None:
 
 
 def _wait_for_goodbye(pipe: Connection) -> None:
-    """Until all ranks are done: a rank that leaves earlier would cut its connections under a slower one."""
+    """Wait until all ranks are done: a rank that leaves earlier would cut its connections to slower ones."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):

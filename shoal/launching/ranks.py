@@ -10,14 +10,14 @@ from multiprocessing.connection import wait
 from typing import TypeVar
 
 from shoal.launching.failure import explain
-from shoal.launching.group import TIMEOUT, store
+from shoal.launching.group import TIMEOUT
 from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
 from shoal.launching.world import LOOPBACK, World
 
 GRACE_SECONDS = 1.0
-"""After a cause is known, what the other ranks have to tell theirs."""
+"""Time that the other ranks have to report after the cause is known."""
 SEARCH_SECONDS = 5.0
-"""After a rank lost another, what the cause has to show itself: a report, or a process that ended."""
+"""Time in which the cause must show after a rank lost another: a report, or a process that ended."""
 
 Result = TypeVar("Result")
 
@@ -40,16 +40,18 @@ def run(
     `KeyboardInterrupt` when asked to stop before the ranks could do so in good order. No process outlives the call.
     Costs about a second per rank: each loads torch anew.
     """
+    from shoal.transport.table import OwnTable
+
     payload = packed(function, args)
-    meeting = store(0, timeout, serves=True)  # kept here and not by rank 0, which may be the first to die
+    table = OwnTable()  # kept here and not by rank 0, which may be the first to die
     ranks: list[Process] = []
     with Signals(ranks) as signals:
         try:
             with signals.held(), environment(**environment_of(threads)):
                 for number in range(workers):
-                    world = World(number, workers, number, workers, LOOPBACK, meeting.port, "shoal")
+                    world = World(number, workers, number, workers, LOOPBACK, 0, "shoal", table=table.url)
                     ranks.append(start(world, payload, threads, timeout, device))
-            if signals.asked:  # it may have missed the ranks that were yet to start
+            if signals.asked:  # the signal may have missed ranks that had not started yet
                 raise KeyboardInterrupt
             _supervise(ranks)
             failures = [rank.failure for rank in ranks if rank.failure is not None]
@@ -64,10 +66,11 @@ def run(
             return [rank.result for rank in ranks]
         finally:
             end(ranks)
+            table.close()
 
 
 def _supervise(ranks: Sequence[Process]) -> None:
-    """Until every rank told how it ended, or had its chance to."""
+    """Wait until every rank has reported how it ended, or its time for that is over."""
     deadline = float("inf")
     while waiting := [rank for rank in ranks if not rank.told]:
         seconds = deadline - time.monotonic()

@@ -1,7 +1,7 @@
 """Replicas on this host: groups of ranks of which some may be lost while the others go on.
 
 A rank that dies takes its replica with it and nobody else, where the exchange survives that; an error that a rank
-raised itself ends the run, because it would come again. Whether the run is over, others know better: they are asked.
+raised itself ends the run, because it would come again. The caller's `over` says whether the run is over.
 """
 
 import time
@@ -10,33 +10,34 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.launching.failure import Failure, explain
-from shoal.launching.group import store
 from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
 from shoal.launching.ranks import GRACE_SECONDS, SEARCH_SECONDS
 from shoal.launching.world import LOOPBACK, World
 
 LOOK_SECONDS = 0.1
-"""From one question whether the run is over to the next."""
+"""Time between two checks whether the run is over."""
 LEAVE_SECONDS = 10.0
-"""What replicas have to leave when the run is over."""
+"""Time that replicas have to leave when the run is over."""
 
 
 class Replicas:
     """`function(*args, replica)` on `ranks` processes for each of `replicas`, each joined in a group of its own.
 
-    `survives`: whether the run goes on when a replica is lost. `table` is the port at which ranks meet.
+    `survives`: whether the run goes on when a replica is lost. `table` is where ranks meet.
     """
 
     def __init__(self, replicas: int, ranks: int, *, threads: int, timeout: float, device: str, survives: bool) -> None:
+        from shoal.transport.table import OwnTable
+
         self._replicas, self._ranks = replicas, ranks
         self._threads, self._timeout, self._device, self._survives = threads, timeout, device, survives
-        self._store = store(0, timeout, serves=True)
+        self._table = OwnTable()
         self._processes: list[Process] = []
 
     @property
-    def table(self) -> tuple[str, int]:
+    def table(self) -> str:
         """Where ranks meet."""
-        return LOOPBACK, self._store.port
+        return self._table.url
 
     def run(
         self,
@@ -45,8 +46,10 @@ class Replicas:
         over: Callable[[], bool],
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
+        others: Callable[[], bool] = lambda: False,
     ) -> None:
         """Until `over`, or until every rank has finished. `on_stop`: the user asked to stop. `on_lost`: a replica died.
+        `others`: whether replicas that were started elsewhere go on, which are then waited for.
 
         Raises as `run` in `ranks.py` does; where replicas may be lost, only when none is left. No process outlives it.
         """
@@ -56,13 +59,14 @@ class Replicas:
                 with signals.held(), environment(**environment_of(self._threads)):
                     for number in range(self._replicas * self._ranks):
                         processes.append(self._start(function, args, number))
-                self._watch(signals, over, on_stop, on_lost)
+                self._watch(signals, over, on_stop, on_lost, others)
             finally:
                 end(processes)
+                self._table.close()
 
     def _start(self, function: Callable[..., Any], args: Sequence[object], number: int) -> Process:
         every = self._replicas * self._ranks
-        world = World(number, every, number, every, *self.table, "shoal").in_replica(self._ranks)
+        world = World(number, every, number, every, LOOPBACK, 0, "shoal", table=self.table).in_replica(self._ranks)
         payload = packed(function, (*args, number // self._ranks))
         return start(world, payload, self._threads, self._timeout, self._device)
 
@@ -75,11 +79,12 @@ class Replicas:
         over: Callable[[], bool],
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
+        others: Callable[[], bool],
     ) -> None:
         told_to_stop = False
         lost: set[int] = set()
         deadline = float("inf")
-        while waiting := [process for process in self._processes if not process.told]:
+        while (waiting := [process for process in self._processes if not process.told]) or others():
             handles = [handle for process in waiting for handle in (process.pipe, process.process.sentinel)]
             wait(handles, timeout=LOOK_SECONDS)
             for process in waiting:
@@ -120,5 +125,5 @@ class Replicas:
 
 
 def _patience(failures: Sequence[Failure]) -> float:
-    """What the others have to show the cause."""
+    """Time in which the others must show the cause."""
     return GRACE_SECONDS if any(failure.is_cause for failure in failures) else SEARCH_SECONDS

@@ -22,7 +22,7 @@ class World:
     local_rank: int
     """Among the ranks of this host."""
     local_size: int | None
-    """Ranks of this host; None where nobody said."""
+    """Ranks of this host; None where it is not known."""
     host: str
     """Where the ranks meet."""
     port: int
@@ -33,7 +33,9 @@ class World:
     group: str = ""
     """Such a group's name; ranks of one name meet."""
     everyone: int = 0
-    """Then: ranks of all groups together."""
+    """Where ranks are grouped: the ranks of all groups together."""
+    table: str = ""
+    """Where ranks that Shoal started meet; they have no host and port."""
 
     @property
     def number(self) -> int:
@@ -44,6 +46,11 @@ class World:
     def on_one_host(self) -> bool:
         """Whether all ranks are surely on this host."""
         return self.local_size is not None and self.local_size >= self.size
+
+    @property
+    def url(self) -> str:
+        """The table at which the ranks meet."""
+        return self.table or f"tcp://{self.host}:{self.port}"
 
     @property
     def listens_at(self) -> str:
@@ -62,7 +69,7 @@ class World:
         if asked not in (None, self.size):
             raise ConfigError(
                 f"workers = {asked}, but {self.origin} started {self.size} ranks.",
-                f"Leave --workers away, or give {self.origin} another number.",
+                f"Leave --workers out, or give {self.origin} another number.",
             )
         return self.size
 
@@ -148,12 +155,12 @@ def _expanded(group: str) -> list[str]:
 
 def _numbers(ranges: str) -> list[str]:
     """`01-03,07` as 01, 02, 03, 07: leading zeros are part of a name."""
-    found = []
+    expanded = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         numbers = range(int(first), int(last or first) + 1)
-        found += [str(number).zfill(len(first)) for number in numbers]
-    return found
+        expanded += [str(number).zfill(len(first)) for number in numbers]
+    return expanded
 
 
 def tasks_per_host(counts: str) -> list[int]:
@@ -179,7 +186,7 @@ def _text(environ: Mapping[str, str], name: str, *, default: str | None = None) 
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
     text = _text(environ, name, default=None if default is None else str(default))
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"the environment sets {name} = {text!r}, which is no number.", f"Correct or unset {name}.")
+        raise ConfigError(f"the environment sets {name} = {text!r}, not a number.", f"Correct or unset {name}.")
     return int(text)
 
 

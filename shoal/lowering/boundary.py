@@ -88,14 +88,14 @@ class Boundary:
 
     def weights(self, program: Program, rank: int) -> tuple[float, ...]:
         """What a rank's part of each result counts for in the mean over all ranks: its part of samples and pixels."""
-        found = []
+        weights = []
         for fetch in program.outputs:
             everything, own = whole(program.graph.specs[fetch.value].shape), fetch.tiles[rank]
             if all(need is not None and need.box == everything for need in fetch.tiles):
-                found.append(1 / self.ranks)
+                weights.append(1 / self.ranks)
             else:
-                found.append(0.0 if own is None else volume(own.box) / volume(everything))
-        return tuple(found)
+                weights.append(0.0 if own is None else volume(own.box) / volume(everything))
+        return tuple(weights)
 
     def input_weight(self, program: Program, name: str, rank: int) -> float:
         """This rank's part of the samples and pixels of an input; 1 where every rank passed all of it."""
@@ -116,6 +116,11 @@ def step_program(
     inputs = boundary.inputs(graph, shares, cuts, tiled[graph.output])
     outputs = {name: boundary.output(graph, name, shares, own) for name, own in tiled.items()}
     return compile_program(graph, cuts, boundary.ranks, inputs, outputs)
+
+
+def own_inputs(graph: LayerGraph) -> tuple[str, ...]:
+    """The network's own inputs, without the loss's targets."""
+    return tuple(name for name in graph.inputs if name not in graph.targets)
 
 
 def follows_batch(graph: LayerGraph, name: str) -> bool:

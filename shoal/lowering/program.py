@@ -117,11 +117,11 @@ class Program:
         """What may be forgotten after each instruction."""
         values: dict[str, int] = {}
         tiles: dict[int, int] = {}
-        for index, one in enumerate(self.instructions):
-            if isinstance(one, Fetch):
-                values[one.value] = index
-            elif isinstance(one, Compute):
-                tiles.update(dict.fromkeys(one.sources.values(), index))
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Fetch):
+                values[instruction.value] = index
+            elif isinstance(instruction, Compute):
+                tiles.update(dict.fromkeys(instruction.sources.values(), index))
         for fetch in self.outputs:
             tiles.pop(fetch.key, None)
         return LastUses(_by_index(values), _by_index(tiles))
@@ -130,10 +130,10 @@ class Program:
     def only_moved_to(self) -> Mapping[str, int]:
         """Layers whose output is read as one kind of tile only, made by moves: the key of that Fetch."""
         readers: dict[str, list[Fetch]] = {}
-        for one in self.instructions:
-            if isinstance(one, Fetch):
-                readers.setdefault(one.value, []).append(one)
-        others = {one.value for one in self.instructions if isinstance(one, Settle)}
+        for instruction in self.instructions:
+            if isinstance(instruction, Fetch):
+                readers.setdefault(instruction.value, []).append(instruction)
+        others = {instruction.value for instruction in self.instructions if isinstance(instruction, Settle)}
         others.update(self.graph.inputs, self.graph.outputs)  # a result is the caller's, who may change it
         return {
             value: fetches[0].key
@@ -149,24 +149,28 @@ class Program:
         Convolutions and linear layers begin a chain, so that their parameters' gradients are summed while backward goes
         on; one whose input came from other ranks is a chain of its own.
         """
-        made = {one.placed.layer.name: index for index, one in enumerate(self.instructions) if isinstance(one, Compute)}
+        made = {
+            instruction.placed.layer.name: index
+            for index, instruction in enumerate(self.instructions)
+            if isinstance(instruction, Compute)
+        }
         readers: dict[int, list[int]] = {}
-        for index, one in enumerate(self.instructions):
-            if isinstance(one, Compute):
-                for key in one.sources.values():
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Compute):
+                for key in instruction.sources.values():
                     readers.setdefault(key, []).append(index)
-        fetches = [one for one in self.instructions if isinstance(one, Fetch)]
-        counts = Counter(one.value for one in fetches)
-        settled = {one.value for one in self.instructions if isinstance(one, Settle)}
-        found: dict[int, tuple[int, int]] = {}
-        for one in fetches:
-            if not one.identity or counts[one.value] > 1 or len(readers.get(one.key, ())) != 1:
+        fetches = [fetch for fetch in self.instructions if isinstance(fetch, Fetch)]
+        counts = Counter(fetch.value for fetch in fetches)
+        settled = {settle.value for settle in self.instructions if isinstance(settle, Settle)}
+        links: dict[int, tuple[int, int]] = {}
+        for fetch in fetches:
+            if not fetch.identity or counts[fetch.value] > 1 or len(readers.get(fetch.key, ())) != 1:
                 continue
-            if one.value in settled or one.value in self.copies or one.value not in made:
+            if fetch.value in settled or fetch.value in self.copies or fetch.value not in made:
                 continue
-            if one.value in self.graph.outputs:  # its gradient comes from the caller too
+            if fetch.value in self.graph.outputs:  # its gradient comes from the caller too
                 continue
-            producer, reader = self.instructions[made[one.value]], readers[one.key][0]
+            producer, reader = self.instructions[made[fetch.value]], readers[fetch.key][0]
             after = self.instructions[reader]
             assert isinstance(producer, Compute)
             assert isinstance(after, Compute)
@@ -174,17 +178,19 @@ class Program:
                 continue
             if producer.placed.rule.apart and self.crossing & set(producer.sources.values()):
                 continue
-            if not any(other == reader for _, other in found.values()):  # a chain, not a tree
-                found[one.key] = (made[one.value], reader)
-        return found
+            if not any(other == reader for _, other in links.values()):  # a chain, not a tree
+                links[fetch.key] = (made[fetch.value], reader)
+        return links
 
     @cached_property
     def crossing(self) -> frozenset[int]:
         """Keys of the Fetches that send something from one rank to another."""
         return frozenset(
-            one.key
-            for one in self.instructions
-            if isinstance(one, Fetch) and not one.identity and any(move.src != move.dst for move in one.moves)
+            instruction.key
+            for instruction in self.instructions
+            if isinstance(instruction, Fetch)
+            and not instruction.identity
+            and any(move.src != move.dst for move in instruction.moves)
         )
 
     @cached_property
@@ -193,11 +199,11 @@ class Program:
         made: list[int] = []
         alive: list[int] = []
         living: dict[str, int] = {}
-        for index, one in enumerate(self.instructions):
+        for index, instruction in enumerate(self.instructions):
             alive.append(sum(living.values()))
             made.append(0)
-            if isinstance(one, Compute):
-                name = one.placed.layer.name
+            if isinstance(instruction, Compute):
+                name = instruction.placed.layer.name
                 made[-1] = living[name] = self.graph.specs[name].elements
             for name in self.last_uses.values.get(index, ()):
                 living.pop(name, None)
@@ -212,20 +218,20 @@ class Program:
     def changed(self) -> tuple[str, ...]:
         """Buffers that a forward pass changes: running statistics, as batch norm keeps them."""
         names = [
-            one.placed.op[argument].name
-            for one in self.instructions
-            if isinstance(one, Compute)
-            for argument in one.placed.updates
+            instruction.placed.op[argument].name
+            for instruction in self.instructions
+            if isinstance(instruction, Compute)
+            for argument in instruction.placed.updates
         ]
         return tuple(dict.fromkeys(names))
 
     def behind(self, outputs: Iterable[str]) -> frozenset[str]:
         """The values that these results are made of, themselves included."""
-        found = set(outputs)
+        behind = set(outputs)
         for layer in reversed(self.graph.layers):
-            if layer.name in found:
-                found.update(layer.reads)
-        return frozenset(found)
+            if layer.name in behind:
+                behind.update(layer.reads)
+        return frozenset(behind)
 
     def needing_grad(self, trainable: frozenset[str], inputs: frozenset[str]) -> frozenset[str]:
         """Values through which gradients flow, decided from the graph so that all ranks agree.
@@ -253,9 +259,9 @@ def compile_program(
     sees_batch = depends_on_input(graph)
     placed = []
     for layer in graph.layers:
-        one = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
-        compiler.add(one)
-        placed.append(one)
+        layer_placed = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
+        compiler.add(layer_placed)
+        placed.append(layer_placed)
     last = tuple(compiler.fetch(name, _tiles(outputs[name]), "output") for name in graph.outputs)
     return Program(
         graph=graph,
@@ -306,17 +312,17 @@ class _Compiler:
             if value not in self.copies
             else all(box is None or box == held for box, held in zip(boxes, have, strict=True))
         )
-        found = Fetch(len(self.instructions), value, tiles, moves, reader, identity)
-        self.known[value, tiles] = found
-        self.instructions.append(found)
-        return found
+        fetch = Fetch(len(self.instructions), value, tiles, moves, reader, identity)
+        self.known[value, tiles] = fetch
+        self.instructions.append(fetch)
+        return fetch
 
 
 def _by_index(last: Mapping[K, int]) -> dict[int, list[K]]:
-    found: dict[int, list[K]] = {}
+    by_index: dict[int, list[K]] = {}
     for what, index in last.items():
-        found.setdefault(index, []).append(what)
-    return found
+        by_index.setdefault(index, []).append(what)
+    return by_index
 
 
 def _tiles(layout: Layout) -> tuple[Need | None, ...]:
@@ -328,13 +334,13 @@ def first_uses(program: Program) -> dict[str, str]:
 
     A state that only layers without a gradient use has none.
     """
-    found: dict[str, str] = {}
-    for one in program.instructions:
-        if isinstance(one, Compute) and one.placed.layer.name in program.learning:
-            for _, reference in one.placed.layer.tensors:
+    first: dict[str, str] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Compute) and instruction.placed.layer.name in program.learning:
+            for _, reference in instruction.placed.layer.tensors:
                 if isinstance(reference, State):
-                    found.setdefault(reference.name, one.placed.layer.name)
-    return found
+                    first.setdefault(reference.name, instruction.placed.layer.name)
+    return first
 
 
 def state_homes(training: Program, evaluation: Program) -> dict[str, Layout]:
@@ -343,18 +349,18 @@ def state_homes(training: Program, evaluation: Program) -> dict[str, Layout]:
     A state that the two need different parts of is a `PlanError`.
     """
     users: dict[str, str] = {}
-    for one in training.instructions:
-        if isinstance(one, Compute):
-            for _, reference in one.placed.layer.tensors:
+    for instruction in training.instructions:
+        if isinstance(instruction, Compute):
+            for _, reference in instruction.placed.layer.tensors:
                 if isinstance(reference, State):
-                    users.setdefault(reference.name, one.placed.layer.name)
+                    users.setdefault(reference.name, instruction.placed.layer.name)
     homes = {**evaluation.states, **{name: training.states[name] for name in users}}
-    for one in evaluation.instructions:
-        if isinstance(one, Compute):
-            for argument, reference in one.placed.layer.tensors:
-                if isinstance(reference, State) and not _held(one.placed, argument, homes[reference.name]):
+    for instruction in evaluation.instructions:
+        if isinstance(instruction, Compute):
+            for argument, reference in instruction.placed.layer.tensors:
+                if isinstance(reference, State) and not _held(instruction.placed, argument, homes[reference.name]):
                     raise PlanError(
-                        f"layers {users[reference.name]!r} in training and {one.label!r} in evaluation share "
+                        f"layers {users[reference.name]!r} in training and {instruction.label!r} in evaluation share "
                         f"{reference.name!r} but are cut so that they need different parts of it.",
                         "Give both layers the same cut.",
                     )
@@ -370,14 +376,14 @@ def _held(placed: Placed, argument: str, home: Layout) -> bool:
 
 def layer_groups(program: Program) -> set[tuple[int, ...]]:
     """The groups of ranks that rules may sum over: parts that differ in any choice of a layer's cut axes."""
-    found: set[tuple[int, ...]] = set()
-    for one in program.instructions:
-        if isinstance(one, Compute) and one.placed.copies:
-            if one.placed.rule.sums(one.placed.op, {}, frozenset(), {}, local=False):
-                found.add(tuple(range(program.ranks)))
-        elif isinstance(one, Compute):
-            letters = sorted(one.placed.cut_letters)
+    groups: set[tuple[int, ...]] = set()
+    for instruction in program.instructions:
+        if isinstance(instruction, Compute) and instruction.placed.copies:
+            if instruction.placed.rule.sums(instruction.placed.op, {}, frozenset(), {}, local=False):
+                groups.add(tuple(range(program.ranks)))
+        elif isinstance(instruction, Compute):
+            letters = sorted(instruction.placed.cut_letters)
             overs = ["".join(chosen) for size in range(1, len(letters) + 1) for chosen in combinations(letters, size)]
-            ranks = [rank for rank, part in enumerate(one.placed.parts) if part is not None]
-            found.update(one.placed.group(rank, over) for over in overs for rank in ranks)
-    return found
+            ranks = [rank for rank, part in enumerate(instruction.placed.parts) if part is not None]
+            groups.update(instruction.placed.group(rank, over) for over in overs for rank in ranks)
+    return groups

@@ -16,13 +16,13 @@ def choose_boundaries(made: Sequence[int], alive: Sequence[int]) -> tuple[int, .
     upto = [0, *accumulate(made)]
     best: tuple[int, tuple[int, ...]] = (upto[-1], ())
     for pieces in range(2, 2 * isqrt(count) + 1):
-        found: list[int] = []
+        boundaries: list[int] = []
         for piece in range(1, pieces):
             wanted = upto[-1] * piece // pieces
             near = [i for i in range(1, count) if abs(upto[i] - wanted) * 4 * pieces <= upto[-1]]
             if near:
-                found.append(min(near, key=lambda i: (alive[i], abs(upto[i] - wanted))))
-        chosen = tuple(sorted(set(found)))
+                boundaries.append(min(near, key=lambda i: (alive[i], abs(upto[i] - wanted))))
+        chosen = tuple(sorted(set(boundaries)))
         largest = max(upto[stop] - upto[start] for start, stop in pairwise((0, *chosen, count)))
         best = min(best, (sum(alive[i] for i in chosen) + largest, chosen))
     return best[1]

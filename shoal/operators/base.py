@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.graph import Layer, State, Value
-from shoal.operators.functions import FUNCTION, NAMESPACE, WORD, FunctionOperator, with_whole_gradient
+from shoal.operators.user_function import FUNCTION, NAMESPACE, WORD, FunctionOperator, with_whole_gradient
 from shoal.partition import Box, Span, volume, whole
 
 _LETTERS = {0: "", 1: "n", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
@@ -79,8 +79,8 @@ def operator_named(name: str) -> Operator:
     namespace, word, overload = name.split(".", 2)
     if (namespace, word) == (NAMESPACE, WORD):
         return FUNCTION
-    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
-    return found
+    operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), word), overload)
+    return operator
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Op:
     shapes: Mapping[str, tuple[int, ...]]
     """Global shape of every tensor argument that is given, by argument name."""
 
-    found: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    worked_out: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What rules have worked out about the layer and ask for in every step."""
 
     def __getitem__(self, argument: str) -> Any:

@@ -82,8 +82,8 @@ class PerChannel(SavesInput):
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         out = op.output_box(part)
-        one = op.shapes["weight"] == (1,)
-        return {"self": Need(out), "weight": Need((Span(0, 1) if one else out[1],))}
+        is_common = op.shapes["weight"] == (1,)
+        return {"self": Need(out), "weight": Need((Span(0, 1) if is_common else out[1],))}
 
 
 class Made(Rule):

@@ -123,7 +123,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         peers: Peers,
         over: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.given = [None if one is None else one.dtype for one in (weight, bias)]
+        ctx.given = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         part_mean, part_var = torch.batch_norm_update_stats(wide(x), None, None, 0.0)
         rows = x.numel() // x.shape[1]
         table = part_mean.new_zeros(peers.count(over), 2 * x.shape[1] + 1)
@@ -133,7 +133,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         mean = (counts * means).sum(0)
         var = (counts * (variances + (means - mean).square())).sum(0)
         # a kernel for half precision wants all that is per channel in float32
-        weight, bias = (None if one is None else wide(one) for one in (weight, bias))
+        weight, bias = (None if tensor is None else wide(tensor) for tensor in (weight, bias))
         out = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps, ctx.count, ctx.peers, ctx.over = eps, count, peers, over
@@ -158,8 +158,8 @@ class _SharedBatchNorm(torch.autograd.Function):
             [True, True, True],
         )
         weights_grads = [
-            None if dtype is None else one.to(dtype)
-            for one, dtype in zip((weight_grad, bias_grad), ctx.given, strict=True)
+            None if dtype is None else grad_of_state.to(dtype)
+            for grad_of_state, dtype in zip((weight_grad, bias_grad), ctx.given, strict=True)
         ]
         if not ctx.needs_input_grad[0]:
             return None, *weights_grads, None, None, None, None

@@ -70,6 +70,15 @@ class AttentionFacts(Facts):
         return bool(arguments.get("dropout_p", 0.0))
 
 
+class Recurrent(Facts):
+    """LSTM, GRU and RNN of torch.nn: they draw where there is dropout between their layers."""
+
+    saves_input = saves_output = True
+
+    def draws(self, arguments: Mapping[str, Any]) -> bool:
+        return bool(arguments["train"]) and arguments["dropout"] > 0 and arguments["num_layers"] > 1
+
+
 class Attention(AttentionFacts, Rule):
     """scaled_dot_product_attention without dropout. Samples and heads may be cut: all dims but the last two."""
 

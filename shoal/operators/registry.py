@@ -78,6 +78,7 @@ _KNOWN: dict[str, Facts] = {
     **{f"_scaled_dot_product_{kind}attention{where}": products.AttentionFacts() for kind, where in [
         ("flash_", ""), ("flash_", "_for_cpu"), ("efficient_", ""), ("cudnn_", ""), ("", "_math"),
     ]},
+    **{word: products.Recurrent() for word in ["lstm", "gru", "rnn_tanh", "rnn_relu"]},
     "mean": products.Mean(),
     "sum": products.Sum(),
     # norms
@@ -122,21 +123,21 @@ def draws(operator: Operator, arguments: Mapping[str, Any]) -> bool:
 
 def learning(graph: LayerGraph) -> frozenset[str]:
     """Layers from which a gradient of the result can come back: it stops at `detach` and at whole numbers."""
-    found = set(graph.outputs)
+    reached = set(graph.outputs)
     for layer in reversed(graph.layers):
-        if layer.name in found and layer.output.differentiable and not facts_of(layer.op).detaches:
-            found.update(layer.reads)
+        if layer.name in reached and layer.output.differentiable and not facts_of(layer.op).detaches:
+            reached.update(layer.reads)
         else:
-            found.discard(layer.name)
-    return frozenset(found - graph.inputs.keys())
+            reached.discard(layer.name)
+    return frozenset(reached - graph.inputs.keys())
 
 
 def rule_for(op: Op) -> Rule:
     """The rule of an operator; `WHOLE` where there is none for it or for the way it is called."""
-    if "rule" not in op.found:
-        op.found["rule"] = _rule_for(op)
-    found: Rule = op.found["rule"]
-    return found
+    if "rule" not in op.worked_out:
+        op.worked_out["rule"] = _rule_for(op)
+    rule: Rule = op.worked_out["rule"]
+    return rule
 
 
 def _rule_for(op: Op) -> Rule:

@@ -60,15 +60,15 @@ class Reshape(Rule):
     def axes(self, op: Op) -> tuple[Axis, ...]:
         old, new = op.shapes["self"], op.out
         names = letters(len(new))
-        found = []
+        axes = []
         for inputs, outputs in dim_groups(old, new):
             i, o = _first_real(inputs, old), _first_real(outputs, new)
             if i is None or o is None or names[o] == "-":
                 continue
             inner_old = prod(old[dim] for dim in inputs if dim > i)
             inner_new = prod(new[dim] for dim in outputs if dim > o)
-            found.append(Axis(names[o], new[o], lcm(inner_old, inner_new) // inner_new))
-        return tuple(axis for axis in found if axis.size % axis.grain == 0)
+            axes.append(Axis(names[o], new[o], lcm(inner_old, inner_new) // inner_new))
+        return tuple(axis for axis in axes if axis.size % axis.grain == 0)
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:
         old, new = op.shapes["self"], op.out

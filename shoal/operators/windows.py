@@ -60,10 +60,10 @@ class Windowed(Rule):
 
     def windows(self, op: Op) -> list[Window]:
         """How the window moves along each spatial dim."""
-        if "windows" not in op.found:
-            op.found["windows"] = self._windows(op)
-        found: list[Window] = op.found["windows"]
-        return found
+        if "windows" not in op.worked_out:
+            op.worked_out["windows"] = self._windows(op)
+        windows: list[Window] = op.worked_out["windows"]
+        return windows
 
     def _windows(self, op: Op) -> list[Window]:
         raise NotImplementedError
@@ -112,15 +112,15 @@ class Convolution(ConvolutionFacts, Windowed):
     def _windows(self, op: Op) -> list[Window]:
         sizes, kernels = op.shapes["input"][2:], op.shapes["weight"][2:]
         strides, dilations = per_dim(op["stride"], len(sizes)), per_dim(op["dilation"], len(sizes))
-        found = []
+        windows = []
         for dim, (size, kernel) in enumerate(zip(sizes, kernels, strict=True)):
             if isinstance(op["padding"], str):
                 total = dilations[dim] * (kernel - 1) if op["padding"] == "same" else 0
                 before, after = total // 2, total - total // 2
             else:
                 before = after = per_dim(op["padding"], len(sizes))[dim]
-            found.append(Window(kernel, strides[dim], dilations[dim], before, after, size))
-        return found
+            windows.append(Window(kernel, strides[dim], dilations[dim], before, after, size))
+        return windows
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         grouped = op["groups"] > 1
@@ -407,7 +407,8 @@ class Upsample(Rule):
         dtype = torch.float32 if self.nearest and op.layer.output.dtype != "float64" else torch.float64
         small = [min(2, op.shapes["input"][1]), *(2,) * dims]
         small[1 + dim] = size
-        rows = torch.arange(size, dtype=dtype).view(-1, *(1,) * (dims - 1 - dim)).expand(1, *small).contiguous()
+        rows = torch.arange(size, dtype=dtype, device="cpu").view(-1, *(1,) * (dims - 1 - dim))
+        rows = rows.expand(1, *small).contiguous()
         arguments = dict(op.layer.arguments)
         if arguments["scale_factors"]:
             arguments["scale_factors"] = [arguments["scale_factors"][dim] if d == dim else 1.0 for d in range(dims)]

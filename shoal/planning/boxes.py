@@ -40,8 +40,8 @@ class Boxes:
     @property
     def volumes(self) -> Ints:
         """(C, R): elements of each box."""
-        found: Ints = np.prod(self.stops - self.starts, axis=2)
-        return found
+        volumes: Ints = np.prod(self.stops - self.starts, axis=2)
+        return volumes
 
 
 def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
@@ -50,17 +50,17 @@ def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
     if rule is WHOLE:
         return _everywhere(op.out, len(cuts), ranks)
     summed = {axis.letter for axis in rule.axes(op) if axis.summed}
-    plain = [not any(letter in summed for letter, _ in one.degrees) for one in cuts]
+    plain = [not any(letter in summed for letter, _ in candidate.degrees) for candidate in cuts]
     if all(plain):
         return _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
-    summing = [one for one, is_plain in zip(cuts, plain, strict=True) if not is_plain]
-    partial = _from_layouts([place(op, one, ranks, everywhere=False).owns for one in summing], len(op.out))
+    summing = [candidate for candidate, is_plain in zip(cuts, plain, strict=True) if not is_plain]
+    partial = _from_layouts([place(op, candidate, ranks, everywhere=False).owns for candidate in summing], len(op.out))
     starts = np.zeros((len(cuts), *partial.starts.shape[1:]), dtype=np.int64)
     stops = np.zeros_like(starts)
     mask = np.array(plain)
     starts[~mask], stops[~mask] = partial.starts, partial.stops
     if mask.any():
-        rest = [one for one, is_plain in zip(cuts, plain, strict=True) if is_plain]
+        rest = [candidate for candidate, is_plain in zip(cuts, plain, strict=True) if is_plain]
         whole = _boxes(op, rest, ranks, lambda part: rule.writes(op, part))
         starts[mask], stops[mask] = whole.starts, whole.stops
     return Boxes(starts, stops, None, None, None)
@@ -94,8 +94,8 @@ def padding_boxes(op: Op, argument: str, cuts: Sequence[Cut], ranks: int) -> Box
             return None
         return tuple(Span(-before, after) for before, after in need.pad or ((0, 0),) * len(need.box))
 
-    found = _boxes(op, cuts, ranks, padded)
-    return found if found.starts.any() or found.stops.any() else None
+    boxes = _boxes(op, cuts, ranks, padded)
+    return boxes if boxes.starts.any() or boxes.stops.any() else None
 
 
 def _everywhere(shape: Sequence[int], count: int, ranks: int) -> Boxes:
@@ -108,17 +108,17 @@ def _boxes(op: Op, cuts: Sequence[Cut], ranks: int, ask: Callable[[Part], Box | 
     axes = {axis.letter: axis for axis in rule_for(op).axes(op)}
     whole: dict[str, Span] = {letter: Span(0, axis.size) for letter, axis in axes.items()}
     base = ask(whole)
-    letters = sorted({letter for one in cuts for letter, _ in one.degrees})
+    letters = sorted({letter for candidate in cuts for letter, _ in candidate.degrees})
     single = {
         (letter, degree): [ask({**whole, letter: span}) for span in _spans(axes[letter], degree)]
         for letter in letters
-        for degree in sorted({one.degree(letter) for one in cuts} - {1})
+        for degree in sorted({candidate.degree(letter) for candidate in cuts} - {1})
     }
     governs = _governing(base, single)
     if base is None or governs is None or not _agrees(ask, axes, cuts, single, base, governs):
         layouts = []
-        for one in cuts:
-            parts = place(op, one, ranks, everywhere=False).parts
+        for candidate in cuts:
+            parts = place(op, candidate, ranks, everywhere=False).parts
             layouts.append(tuple(None if part is None else ask(part) for part in parts))
         return _from_layouts(layouts, len(base or ()) or 1)
     return _composed(cuts, ranks, single, base, governs)
@@ -134,7 +134,7 @@ def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box |
     """
     if base is None:
         return None
-    found: dict[int, str] = {}
+    governs: dict[int, str] = {}
     silent: set[str] = set()
     for (letter, _), boxes in single.items():
         for box in boxes:
@@ -142,22 +142,22 @@ def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box |
                 silent.add(letter)
                 continue
             for dim, (span, whole) in enumerate(zip(box, base, strict=True)):
-                if span != whole and found.setdefault(dim, letter) != letter:
+                if span != whole and governs.setdefault(dim, letter) != letter:
                     return None
-    if silent - set(found.values()):
+    if silent - set(governs.values()):
         return None
-    return found
+    return governs
 
 
-def _part_indices(one: Cut, ranks: int) -> dict[str, Ints]:
+def _part_indices(candidate: Cut, ranks: int) -> dict[str, Ints]:
     """For every letter of a cut which of its parts each rank has, -1 beyond the last part."""
-    found: dict[str, Ints] = {}
+    indices: dict[str, Ints] = {}
     numbers = np.arange(ranks)
-    stride = one.parts
-    for letter, degree in one.degrees:
+    stride = candidate.parts
+    for letter, degree in candidate.degrees:
         stride //= degree
-        found[letter] = np.where(numbers < one.parts, numbers // stride % degree, -1)
-    return found
+        indices[letter] = np.where(numbers < candidate.parts, numbers // stride % degree, -1)
+    return indices
 
 
 def _composed(
@@ -175,13 +175,13 @@ def _composed(
     stops = np.zeros_like(starts)
     copies = np.ones(len(cuts), dtype=np.int64)
     box = base or (Span(0, 1),)
-    for number, one in enumerate(cuts):
-        indices = _part_indices(one, ranks)
-        copies[number] = prod(degree for letter, degree in one.degrees if letter not in governs.values())
-        used = np.arange(ranks) < one.parts
+    for number, candidate in enumerate(cuts):
+        indices = _part_indices(candidate, ranks)
+        copies[number] = prod(degree for letter, degree in candidate.degrees if letter not in governs.values())
+        used = np.arange(ranks) < candidate.parts
         for dim in range(dims):
             letter = governs.get(dim, "")
-            degree = one.degree(letter) if letter else 1
+            degree = candidate.degree(letter) if letter else 1
             if (dim, letter, degree) not in known:
                 parts = [box] if degree == 1 else single[letter, degree]
                 spans = [Span(0, 0) if part is None else part[dim] for part in parts]
@@ -204,13 +204,13 @@ def _agrees(
     governs: Mapping[int, str],
 ) -> bool:
     """Whether the corners of some cuts of several letters are what single letters say."""
-    several = [one for one in cuts if len(one.degrees) > 1]
-    for one in several[:: max(len(several) // 8, 1)]:
+    several = [candidate for candidate in cuts if len(candidate.degrees) > 1]
+    for candidate in several[:: max(len(several) // 8, 1)]:
         for last in (False, True):
-            indices = {letter: degree - 1 if last else 0 for letter, degree in one.degrees}
+            indices = {letter: degree - 1 if last else 0 for letter, degree in candidate.degrees}
             part = {letter: Span(0, axis.size) for letter, axis in axes.items()}
-            part.update({letter: _spans(axes[letter], one.degree(letter))[i] for letter, i in indices.items()})
-            pieces = {letter: single[letter, one.degree(letter)][i] for letter, i in indices.items()}
+            part.update({letter: _spans(axes[letter], candidate.degree(letter))[i] for letter, i in indices.items()})
+            pieces = {letter: single[letter, candidate.degree(letter)][i] for letter, i in indices.items()}
             box = ask(part)
             if any(piece is None for piece in pieces.values()):
                 if box is not None and volume(box):

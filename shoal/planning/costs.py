@@ -29,10 +29,10 @@ from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
-from shoal.planning.elimination import Factor
-from shoal.planning.memory import kept_values
+from shoal.planning.cost_tables import Factor
 from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
+from shoal.planning.step_memory import kept_values
 from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
 
 SHARED_ENTRIES = 1_000_000
@@ -89,24 +89,24 @@ class CostTables:
 
     def factors(self, exposed: float) -> list[Factor]:
         """The sum to be minimised, when this part of the gradients' sums is not hidden behind backward."""
-        found = [
+        factors = [
             Factor((index,), cost.compute + cost.sums + cost.update + exposed * cost.gradients)
             for index, cost in enumerate(self.costs)
         ]
-        found += [Factor(edge.variables, edge.seconds) for edge in self.edges]
-        return [*found, *self.forbidden]
+        factors += [Factor(edge.variables, edge.seconds) for edge in self.edges]
+        return [*factors, *self.forbidden]
 
     def weights(self) -> list[Factor]:
         """Bytes per rank, an upper bound: the largest part of every stage, wherever it is."""
-        found = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
-        return [*found, *(Factor(edge.variables, edge.memory) for edge in self.edges)]
+        weights = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
+        return [*weights, *(Factor(edge.variables, edge.memory) for edge in self.edges)]
 
     def cuts(self, choice: Sequence[int]) -> dict[str, Cut]:
         """The cut of every layer under one choice per stage."""
-        found: dict[str, Cut] = {}
+        cuts: dict[str, Cut] = {}
         for stage, chosen in zip(self.stages, choice, strict=True):
-            found.update(stage.cuts(chosen))
-        return found
+            cuts.update(stage.cuts(chosen))
+        return cuts
 
     def choice_of(self, cuts: Mapping[str, Cut]) -> tuple[list[int], set[int]]:
         """The choice of every stage that gives its layers these cuts, and the stages that have no such choice."""
@@ -160,8 +160,8 @@ class CostModel:
         rule = rule_for(op)
         key = (op.layer.name, tuple(part.items()), letters)
         if key not in self._kernels:
-            found = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
-            self._kernels[key] = found if backward else KernelTime(found.forward, 0.0)
+            seconds = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
+            self._kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
         return self._kernels[key]
 
     # One stage
@@ -199,10 +199,10 @@ class CostModel:
             return 0.0
         letters, parts = frozenset(letter for letter, _ in chosen.degrees), dict(chosen.degrees)
         seconds = 0.0
-        for one in rule.sums(op, part, letters, parts, local=self.local_statistics):
-            group = ranks_over(chosen, one.over)
-            passes = one.forward + (one.backward and op.layer.name in flowing)
-            seconds += passes * self.small_sum(one.elements * self.itemsize, group, chosen)
+        for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
+            group = ranks_over(chosen, layer_sum.over)
+            passes = layer_sum.forward + (layer_sum.backward and op.layer.name in flowing)
+            seconds += passes * self.small_sum(layer_sum.elements * self.itemsize, group, chosen)
         summed = {axis.letter for axis in rule.axes(op) if axis.summed}
         if letters & summed:  # each part's box is divided among the parts that it is added up with
             whole, shared = volume(rule.writes(op, part)), prod(parts[x] for x in letters & summed)
@@ -229,7 +229,7 @@ class CostModel:
     def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, tuple[int, ...], int]]:
         """(bytes of the first rank's shard, ranks that hold it, groups that sum at once) of every parameter."""
         rule = rule_for(op)
-        found = []
+        shards = []
         needs = rule.needs(op, part)
         for argument, reference in op.layer.tensors:
             if not isinstance(reference, State) or argument in facts_of(op.layer.op).updates(op.layer):
@@ -243,8 +243,8 @@ class CostModel:
             group = ranks_over(chosen, "".join(alike))
             if rule is WHOLE:
                 group = tuple(range(self.ranks))
-            found.append((float(volume(need.box) * self.itemsize), group, max(1, chosen.parts // len(group))))
-        return found
+            shards.append((float(volume(need.box) * self.itemsize), group, max(1, chosen.parts // len(group))))
+        return shards
 
     def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
         """Bytes of a layer's output that live until backward, on the rank with the largest part."""
@@ -270,39 +270,39 @@ class CostModel:
         for index, stage in enumerate(stages):
             for argument, value in stage.reads:
                 readers.setdefault(value, []).append((index, argument))
-        found = []
+        edges = []
         for value, places in readers.items():
             if value in maker:
-                found += self._edges_of(value, maker[value], places, stages, flowing)
+                edges += self._edges_of(value, maker[value], places, stages, flowing)
             elif value in self.graph.inputs and self.boundary.io == "share":
                 spec = self.graph.inputs[value]
                 have = layout_boxes(samples(spec.shape, even_shares(self.graph.batch, self.ranks)))
                 for index, argument in places:
                     seconds, memory = self._transfer(have, self._needs(stages[index], argument), 1)
-                    found.append(Edge(value, None, (index,), seconds[0], memory[0]))
-        return [*found, *self._boundary_edges(stages, flowing)] if self.ranks <= PLAYED_RANKS else found
+                    edges.append(Edge(value, None, (index,), seconds[0], memory[0]))
+        return [*edges, *self._boundary_edges(stages, flowing)] if self.ranks <= PLAYED_RANKS else edges
 
     def _boundary_edges(self, stages: Sequence[Stage], flowing: frozenset[str]) -> list[Edge]:
         """What the first layer reads beyond the tile that its rank passes, and what the result's layout asks for."""
-        found = []
+        edges = []
         value, spec = next(iter(self.graph.inputs.items()))
         reader = next((index for index, stage in enumerate(stages) if value in dict(stage.reads).values()), None)
         if self.boundary.io == "tile" and reader is not None:
             argument = next(argument for argument, read in stages[reader].reads if read == value)
             have = [layout_boxes(tiles(spec.shape, c[0], self.ranks, channels="k")) for c in stages[reader].choices]
             need = [needed_boxes(stages[reader].ops[0], argument, [c[0]], self.ranks) for c in stages[reader].choices]
-            found.append(self._one_by_one(value, reader, have, need, 1))
+            edges.append(self._one_by_one(value, reader, have, need, 1))
         if self.losses and self.boundary.io == "tile":
-            return found
+            return edges
         shares = even_shares(self.graph.batch, self.ranks)
         for index, stage in enumerate(stages):
             for output in set(self.graph.outputs) & {stage.output}:
                 cuts = [choice[-1] for choice in stage.choices]
-                tiled = [tiles(self.graph.specs[output].shape, one, self.ranks) for one in cuts]
-                have = [owned_boxes(stage.ops[-1], [one], self.ranks) for one in cuts]
+                tiled = [tiles(self.graph.specs[output].shape, cut, self.ranks) for cut in cuts]
+                have = [owned_boxes(stage.ops[-1], [cut], self.ranks) for cut in cuts]
                 need = [layout_boxes(self.boundary.output(self.graph, output, shares, own)) for own in tiled]
-                found.append(self._one_by_one(output, index, have, need, 1 + (output in flowing)))
-        return found
+                edges.append(self._one_by_one(output, index, have, need, 1 + (output in flowing)))
+        return edges
 
     def _one_by_one(self, value: str, stage: int, have: Sequence[Boxes], need: Sequence[Boxes], passes: int) -> Edge:
         priced = [self._transfer(a, b, passes) for a, b in zip(have, need, strict=True)]
@@ -364,15 +364,15 @@ class CostModel:
                 for argument, reference in op.layer.tensors:
                     if isinstance(reference, State):
                         users.setdefault(reference.name, []).append((index, position, argument))
-        found = []
+        factors = []
         for places in users.values():
             for (a, i, first), (b, j, second) in product(places[:1], places[1:]):
                 if a == b:
                     continue
-                one = needed_boxes(stages[a].ops[i], first, [c[i] for c in stages[a].choices], self.ranks)
-                two = needed_boxes(stages[b].ops[j], second, [c[j] for c in stages[b].choices], self.ranks)
-                found.append(Factor((a, b), np.where(_alike(one, two), 0.0, np.inf)))
-        return found
+                first_boxes = needed_boxes(stages[a].ops[i], first, [c[i] for c in stages[a].choices], self.ranks)
+                second_boxes = needed_boxes(stages[b].ops[j], second, [c[j] for c in stages[b].choices], self.ranks)
+                factors.append(Factor((a, b), np.where(_alike(first_boxes, second_boxes), 0.0, np.inf)))
+        return factors
 
 
 def _shared(
@@ -401,29 +401,29 @@ def _shared(
 
 def _alike(a: Boxes, b: Boxes) -> NDArray[np.bool_]:
     """(cuts of a, cuts of b): whether all ranks have the same boxes."""
-    found = np.ones((len(a.starts), len(b.starts)), dtype=bool)
-    for one, other in ((a.starts, b.starts), (a.stops, b.stops)):
-        first, second = one.reshape(len(one), -1), other.reshape(len(other), -1)
+    alike = np.ones((len(a.starts), len(b.starts)), dtype=bool)
+    for a_edges, b_edges in ((a.starts, b.starts), (a.stops, b.stops)):
+        first, second = a_edges.reshape(len(a_edges), -1), b_edges.reshape(len(b_edges), -1)
         _, numbers = np.unique(np.concatenate([first, second]), axis=0, return_inverse=True)
         numbers = numbers.reshape(-1)
-        found &= numbers[: len(first), None] == numbers[None, len(first) :]
-    return found
+        alike &= numbers[: len(first), None] == numbers[None, len(first) :]
+    return alike
 
 
 def _padded_alike(
-    one: tuple[Boxes | None, float], other: tuple[Boxes | None, float], shape: tuple[int, int]
+    a: tuple[Boxes | None, float], b: tuple[Boxes | None, float], shape: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """(cuts of one, cuts of other): whether all ranks have the same padding, filled with the same."""
+    """(cuts of a, cuts of b): whether all ranks have the same padding, filled with the same."""
     padded: list[NDArray[np.bool_]] = [
         np.zeros(length, dtype=bool)
         if pads is None
         else np.any(pads.starts, axis=(1, 2)) | np.any(pads.stops, axis=(1, 2))
-        for (pads, _), length in zip((one, other), shape, strict=True)
+        for (pads, _), length in zip((a, b), shape, strict=True)
     ]
     both: NDArray[np.bool_] = ~(padded[0][:, None] | padded[1][None])
-    if one[0] is None or other[0] is None or one[1] != other[1]:
+    if a[0] is None or b[0] is None or a[1] != b[1]:
         return both
-    return both | _alike(one[0], other[0])
+    return both | _alike(a[0], b[0])
 
 
 def flowing_values(graph: LayerGraph) -> frozenset[str]:
@@ -446,7 +446,7 @@ def first_part(op: Op, chosen: Cut) -> Part:
 
 def cutting(op: Op, argument: str) -> frozenset[str]:
     """The letters along which a cut of the layer cuts this argument too."""
-    known: dict[str, frozenset[str]] = op.found.setdefault("cutting", {})
+    known: dict[str, frozenset[str]] = op.worked_out.setdefault("cutting", {})
     if argument not in known:
         rule = rule_for(op)
         whole = {axis.letter: Span(0, axis.size) for axis in rule.axes(op)}

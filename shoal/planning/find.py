@@ -15,16 +15,17 @@ from shoal.graph import LayerGraph
 from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
 from shoal.planning.costs import EXPOSED, PLAYED_RANKS, CostModel, CostTables
-from shoal.planning.elimination import minimise, minimise_under
+from shoal.planning.elimination import minimise
 from shoal.planning.price import Price, price, table_price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import NAMES
 from shoal.planning.why import Alternative, alternatives, explained_by
+from shoal.planning.within_limit import minimise_under
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best plan that was found, and what it was compared with."""
 
     plan: Plan
@@ -49,7 +50,7 @@ def find(
     pins: Mapping[str, Cut] | None = None,
     memory: int | None = None,
     letters: str = DIMS,
-) -> Found:
+) -> SearchResult:
     """The plan with the shortest predicted step. Pure.
 
     `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most;
@@ -72,23 +73,26 @@ def find(
             for choice in _within(tables, sizes, exposed, memory, model):
                 optima.setdefault(choice, exposed)
     searched = time.perf_counter()
-    found = {choice: _price(model, tables, complete(tables.cuts(choice), model.graph), "auto") for choice in optima}
+    optimal_prices = {
+        choice: _price(model, tables, complete(tables.cuts(choice), model.graph), "auto") for choice in optima
+    }
     fixed = () if pinned else fixed_prices(model, tables)
-    fitting = [one for one in (*found.values(), *fixed) if memory is None or one.peak <= memory]
+    candidates = [*optimal_prices.values(), *fixed]
+    fitting = [candidate for candidate in candidates if memory is None or candidate.peak <= memory]
     if not fitting:
-        least = min((one.peak for one in (*found.values(), *fixed)), default=None)
+        least = min((candidate.peak for candidate in candidates), default=None)
         smallest = "" if least is None else f"The smallest found needs {least:,}. "
         raise PlanError(
             f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
             f"{smallest}Give more memory or more ranks, or recompute.",
         )
-    best = min(fitting, key=lambda one: one.seconds)
-    chosen = next((choice for choice, one in found.items() if one is best), None)
-    return Found(
+    best = min(fitting, key=lambda candidate: candidate.seconds)
+    chosen = next((choice for choice, candidate in optimal_prices.items() if candidate is best), None)
+    return SearchResult(
         plan=Plan(name=best.name, ranks=model.ranks, layers=tuple(best.cuts.items())),
         price=best,
-        candidates=tuple(sorted(found.values(), key=lambda one: one.seconds)),
-        fixed=tuple(sorted(fixed, key=lambda one: one.seconds)),
+        candidates=tuple(sorted(optimal_prices.values(), key=lambda candidate: candidate.seconds)),
+        fixed=tuple(sorted(fixed, key=lambda candidate: candidate.seconds)),
         bound=bound,
         why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, optima[chosen]),
         table_seconds=built - start,
@@ -106,16 +110,16 @@ def _within(
     tables: CostTables, sizes: Sequence[int], exposed: float, memory: int, model: CostModel
 ) -> list[tuple[int, ...]]:
     """Optima under a limit on the tables' memory, which is rougher than the played one: so under several limits."""
-    found = []
+    choices = []
     for share in (1.4, 1.2, 1.0, 0.85, 0.7):
         try:
             choice = minimise_under(sizes, tables.factors(exposed), tables.weights(), memory * share).choice
         except PlanError:
             break
-        found.append(choice)
+        choices.append(choice)
         if _price(model, tables, complete(tables.cuts(choice), model.graph), "auto").peak <= memory:
             break
-    return found
+    return choices
 
 
 def _per_host(model: CostModel) -> int | None:
@@ -126,12 +130,12 @@ def _per_host(model: CostModel) -> int | None:
 def fixed_prices(model: CostModel, tables: CostTables) -> tuple[Price, ...]:
     """The fixed strategies under the same cost model; on many ranks, those whose cuts the tables have."""
     hybrids = [f"{model.ranks // groups}x{groups}" for groups in range(2, model.ranks) if model.ranks % groups == 0]
-    found = []
+    prices = []
     for name in [*NAMES, *hybrids] if model.ranks > 1 else ["data"]:
         cuts = resolve(name, model.graph, model.ranks).cuts
         if model.ranks <= PLAYED_RANKS or not tables.choice_of(cuts)[1]:
-            found.append(_price(model, tables, cuts, name))
-    return tuple(found)
+            prices.append(_price(model, tables, cuts, name))
+    return tuple(prices)
 
 
 def complete(cuts: Mapping[str, Cut], graph: LayerGraph) -> dict[str, Cut]:
@@ -141,11 +145,11 @@ def complete(cuts: Mapping[str, Cut], graph: LayerGraph) -> dict[str, Cut]:
 
 def pinned_layers(graph: LayerGraph, pins: Mapping[str, Cut]) -> dict[str, Cut]:
     """The user's cuts by layer; a pattern that matches nothing is a `PlanError`, a later one wins."""
-    found: dict[str, Cut] = {}
+    pinned: dict[str, Cut] = {}
     names = [layer.name for layer in graph.layers]
     for pattern, cut in pins.items():
         matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not matching:
             raise PlanError(f"pin {pattern!r} matches no layer.", suggestion(pattern, dict.fromkeys(names)))
-        found.update(dict.fromkeys(matching, cut))
-    return found
+        pinned.update(dict.fromkeys(matching, cut))
+    return pinned

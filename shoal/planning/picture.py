@@ -13,6 +13,7 @@ from itertools import pairwise
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import Boundary, even_shares, step_program
 from shoal.lowering.program import Compute, Fetch, Settle
+from shoal.moves import Move
 from shoal.partition import Cut
 from shoal.planning.costs import flowing_values
 from shoal.planning.stages import stages_of
@@ -146,15 +147,15 @@ def _boxes(graph: LayerGraph, cuts: Mapping[str, Cut]) -> list[_Box]:
     home = _homes(graph)
     stages = {stage.name: stage for stage in stages_of(graph, 1)}
     read = {name for stage in stages.values() for _, name in stage.reads}
-    found = [_Box(name, "input", spec.shape, None, ()) for name, spec in graph.inputs.items() if name in read]
+    boxes = [_Box(name, "input", spec.shape, None, ()) for name, spec in graph.inputs.items() if name in read]
     for stage in stages.values():
         reads = [home.get(name, name) for _, name in stage.reads]
-        known = {box.name for box in found}
+        known = {box.name for box in boxes}
         words = " + ".join(_word(op.layer.op) for op in stage.ops)
         shape = stage.ops[-1].layer.output.shape
         sources = tuple(name for name in dict.fromkeys(reads) if name in known)
-        found.append(_Box(stage.name, words, shape, cuts.get(stage.name, Cut()), sources))
-    return found
+        boxes.append(_Box(stage.name, words, shape, cuts.get(stage.name, Cut()), sources))
+    return boxes
 
 
 def _word(op: str) -> str:
@@ -173,36 +174,35 @@ def edge_bytes(
     shares = even_shares(graph.batch, ranks)
     program = step_program(graph, cuts, Boundary("tile", ranks), shares, losses=losses)
     flowing = flowing_values(graph)
-    found: dict[tuple[str, str], int] = {}
+    by_edge: dict[tuple[str, str], int] = {}
     moving: set[int] = set()
     readers: dict[str, list[str]] = {}
     for layer in graph.layers:
         for name in layer.reads:
             readers.setdefault(name, []).append(layer.name)
 
-    def size_of(value: str) -> int:
-        return itemsize if graph.specs[value].differentiable else 8
+    def bytes_of(moves: Sequence[Move], value: str) -> int:
+        size = itemsize if graph.specs[value].differentiable else 8
+        return sum(move.elements for move in moves) * size * (1 + (value in flowing))
 
-    for one in program.instructions:
-        match one:
-            case Fetch() if not one.identity:
-                amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
-                if amount:
-                    edge = one.value, one.reader
-                    found[edge] = found.get(edge, 0) + amount
-                    moving.add(one.key)
-            case Settle():
-                amount = sum(move.elements for move in one.moves) * size_of(one.value) * (1 + (one.value in flowing))
-                for reader in readers.get(one.value, ()):
-                    edge = one.value, reader
-                    found[edge] = found.get(edge, 0) + amount // len(readers[one.value])
-            case Compute():
-                for argument, reference in one.placed.layer.tensors:
-                    if one.sources.get(argument) in moving:
-                        found.setdefault((reference.name, one.placed.layer.name), 0)
+    for instruction in program.instructions:
+        match instruction:
+            case Fetch(identity=False) as fetch:
+                if amount := bytes_of(fetch.moves, fetch.value):
+                    edge = fetch.value, fetch.reader
+                    by_edge[edge] = by_edge.get(edge, 0) + amount
+                    moving.add(fetch.key)
+            case Settle(value=value, moves=moves):
+                for reader in readers.get(value, ()):
+                    share = bytes_of(moves, value) // len(readers[value])
+                    by_edge[value, reader] = by_edge.get((value, reader), 0) + share
+            case Compute(placed=placed, sources=sources):
+                for argument, reference in placed.layer.tensors:
+                    if sources.get(argument) in moving:
+                        by_edge.setdefault((reference.name, placed.layer.name), 0)
             case Fetch():
                 pass
-    return found
+    return by_edge
 
 
 # Where it is drawn
@@ -367,15 +367,15 @@ def _glyph(x: float, y: float, width: float, height: float, shape: tuple[int, ..
     lines = -(-samples // columns)
     cell_w, cell_h = width / columns, height / lines
     size = min(cell_w, cell_h)
-    found = []
+    shapes = []
     for number in range(samples):
         left = x + (number % columns) * cell_w + (cell_w - size) / 2
         top = y + (number // columns) * cell_h + (cell_h - size) / 2
         draw = _block if len(shape) > 3 else _bar
-        found.append(draw(left + 1, top + 1, size - 3, cut, line))
+        shapes.append(draw(left + 1, top + 1, size - 3, cut, line))
     if cut.degree("n") > samples:
-        found.append(_text(x + width / 2, y + height / 2 + 4, "...", 14, line, weight="bold", anchor="middle"))
-    return "\n".join(found)
+        shapes.append(_text(x + width / 2, y + height / 2 + 4, "...", 14, line, weight="bold", anchor="middle"))
+    return "\n".join(shapes)
 
 
 def _lines(segments: Sequence[tuple[float, float, float, float]], colour: str, *, dashed: bool = False) -> str:
@@ -467,14 +467,14 @@ def _legend_width() -> float:
 
 
 def _legend() -> list[str]:
-    found, x = [], float(MARGIN)
+    shapes, x = [], float(MARGIN)
     for fill, line, words in COLOURS.values():
-        found.append(f'<rect x="{x:.0f}" y="64" width="14" height="14" rx="3" fill="{fill}" stroke="{line}"/>')
-        found.append(_text(x + 19, 75, words, 11, "#334155"))
+        shapes.append(f'<rect x="{x:.0f}" y="64" width="14" height="14" rx="3" fill="{fill}" stroke="{line}"/>')
+        shapes.append(_text(x + 19, 75, words, 11, "#334155"))
         x += 30 + 6.4 * len(words)
-    found.append(_lines([(x, 71, x + 22, 71)], TRAVEL).replace('width="1"', 'width="2.2"'))
-    found.append(_text(x + 28, 75, "rows travel here", 11, "#334155"))
-    return found
+    shapes.append(_lines([(x, 71, x + 22, 71)], TRAVEL).replace('width="1"', 'width="2.2"'))
+    shapes.append(_text(x + 28, 75, "rows travel here", 11, "#334155"))
+    return shapes
 
 
 def _shortened(name: str, room: int) -> str:

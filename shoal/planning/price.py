@@ -15,12 +15,12 @@ from shoal.graph import LayerGraph
 from shoal.lowering.boundary import even_shares, step_program
 from shoal.lowering.placement import Placed, sharers
 from shoal.lowering.program import Compute, Fetch, Program, Settle, first_uses
-from shoal.lowering.traffic import GRADIENTS, Bucket, fill_buckets, step_traffic
+from shoal.lowering.step_traffic import GRADIENTS, Bucket, fill_buckets, step_traffic
 from shoal.moves import Move
 from shoal.operators.base import Part
 from shoal.partition import Cut, volume
 from shoal.planning.costs import CostModel, CostTables
-from shoal.planning.memory import Memory, step_memory
+from shoal.planning.step_memory import Memory, step_memory
 from shoal.planning.transfers import Floats, sum_seconds
 
 
@@ -138,38 +138,37 @@ class _Player:
     def play(self) -> Price:
         program = self.program
         arrivals: dict[int, Floats] = {}
-        for one in program.instructions:
-            match one:
-                case Fetch():
-                    arrivals[one.key] = self._move(one.moves, one.value, one.label, one.identity, backward=False)
-                case Compute():
-                    for key in one.sources.values():
-                        self.clock = np.maximum(self.clock, arrivals[key])
-                    self._layer(one.placed, backward=False)
-                case Settle():
-                    self.clock = np.maximum(
-                        self.clock, self._move(one.moves, one.value, one.label, False, backward=False)
+        for instruction in program.instructions:
+            match instruction:
+                case Fetch() as fetch:
+                    arrivals[fetch.key] = self._move(
+                        fetch.moves, fetch.value, fetch.label, fetch.identity, backward=False
                     )
+                case Compute(placed=placed, sources=sources):
+                    for key in sources.values():
+                        self.clock = np.maximum(self.clock, arrivals[key])
+                    self._layer(placed, backward=False)
+                case Settle() as settle:
+                    settled = self._move(settle.moves, settle.value, settle.label, False, backward=False)
+                    self.clock = np.maximum(self.clock, settled)
         buckets = self._buckets()
         waiting = [set(bucket.names) for bucket in buckets]
         owner = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         finished: dict[str, list[str]] = {}
         for state, layer in self.uses.items():
             finished.setdefault(layer, []).append(state)
-        for one in reversed(program.instructions):
-            match one:
-                case Fetch() if one.value in self.flowing:
-                    self.clock = np.maximum(
-                        self.clock, self._move(one.moves, one.value, one.label, one.identity, backward=True)
-                    )
-                case Settle() if one.value in self.flowing:
-                    self.clock = np.maximum(
-                        self.clock, self._move(one.moves, one.value, one.label, False, backward=True)
-                    )
-                case Compute():
-                    name = one.placed.layer.name
+        for instruction in reversed(program.instructions):
+            match instruction:
+                case Fetch() as fetch if fetch.value in self.flowing:
+                    returned = self._move(fetch.moves, fetch.value, fetch.label, fetch.identity, backward=True)
+                    self.clock = np.maximum(self.clock, returned)
+                case Settle() as settle if settle.value in self.flowing:
+                    returned = self._move(settle.moves, settle.value, settle.label, False, backward=True)
+                    self.clock = np.maximum(self.clock, returned)
+                case Compute(placed=placed):
+                    name = placed.layer.name
                     if name in self.flowing:
-                        self._layer(one.placed, backward=True)
+                        self._layer(placed, backward=True)
                     for state in finished.get(name, ()):
                         index = owner.get(state)
                         if index is None:
@@ -276,20 +275,20 @@ class _Player:
         if not placed.copies and not placed.cut.degrees:
             return
         parts = dict(placed.cut.degrees)
-        for one in placed.rule.sums(
+        for summed in placed.rule.sums(
             placed.op,
             part,
             placed.cut_letters,
             parts,
             local=self.model.local_statistics,
         ):
-            if not (one.backward if backward else one.forward):
+            if not (summed.backward if backward else summed.forward):
                 continue
             longest = 0.0
             for rank, mine in enumerate(placed.parts):
-                group = () if mine is None else placed.group(rank, one.over)
+                group = () if mine is None else placed.group(rank, summed.over)
                 if len(group) > 1 and group[0] == rank:
-                    seconds = self.model.small_sum(one.elements * self.model.itemsize, group, placed.cut)
+                    seconds = self.model.small_sum(summed.elements * self.model.itemsize, group, placed.cut)
                     start = max(self.clock[other] for other in group)
                     self.clock[list(group)] = start + seconds
                     longest = max(longest, seconds)
@@ -358,12 +357,12 @@ class _Player:
                 bucket_bytes=self.model.bucket_bytes,
                 local_statistics=self.model.local_statistics,
             )
-            for label, one in sent.items():
-                total += one.bytes
+            for label, payload in sent.items():
+                total += payload.bytes
                 if label == GRADIENTS:
-                    gradients += one.bytes
+                    gradients += payload.bytes
                 elif label in self.rows:
-                    self.rows[label].bytes += one.bytes
+                    self.rows[label].bytes += payload.bytes
         shared = {
             name: sum(
                 volume(box) * self.itemsize[name] * (len(ranks) - 1)
@@ -380,10 +379,10 @@ class _Player:
     def _note_memory(self) -> None:
         for name, layer in self.uses.items():
             self.rows[layer].memory += self._state_bytes(name) * (2 + self.model.optimizer_slots)
-        for one in self.program.instructions:
-            if isinstance(one, Compute):
-                sizes = [volume(box) for box in one.placed.writes if box is not None]
-                name = one.placed.layer.name
+        for instruction in self.program.instructions:
+            if isinstance(instruction, Compute):
+                sizes = [volume(box) for box in instruction.placed.writes if box is not None]
+                name = instruction.placed.layer.name
                 self.rows[name].memory += max(sizes, default=0) * self.itemsize[name]
 
 

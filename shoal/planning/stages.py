@@ -104,12 +104,12 @@ def _with_choices(
     pinned = {op.layer.name: pins[op.layer.name] for op in ops if op.layer.name in pins}
     head = ops[0]
     cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks, letters, per_host))
-    found = []
+    choices = []
     for cut in cuts:
         after = followed(cut)
         others = [pinned.get(op.layer.name) or fit(after, rule_for(op).axes(op)) for op in ops[1:]]
-        found.append((cut, *others))
-    return Stage(ops, tuple(found))
+        choices.append((cut, *others))
+    return Stage(ops, tuple(choices))
 
 
 def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None) -> Iterator[Cut]:

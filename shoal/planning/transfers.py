@@ -159,16 +159,16 @@ def _overlap_of(starts: Singles, stops: Singles, need_starts: Singles, need_stop
 
 def _shares_of_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[Singles]:
     """For every level but the outermost, which part of what its group holds each seen rank has."""
-    volumes, found = have.volumes.astype(np.float32), []
+    volumes, shares = have.volumes.astype(np.float32), []
     for level in cluster.levels[:-1]:
         sums = np.add.reduceat(volumes, np.arange(0, volumes.shape[1], level.size), axis=1)[:, seen // level.size]
-        found.append((volumes[:, seen] / np.maximum(sums, 1)).astype(np.float32))
-    return found
+        shares.append((volumes[:, seen] / np.maximum(sums, 1)).astype(np.float32))
+    return shares
 
 
 def _held_by_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[tuple[Ints, Ints]]:
     """For every level but the outermost, the box around what each seen rank's group holds."""
-    found = []
+    boxes = []
     there = (have.volumes > 0)[:, :, None]
     far = np.iinfo(np.int64).max // 4
     starts, stops = np.where(there, have.starts, far), np.where(there, have.stops, 0)
@@ -177,8 +177,8 @@ def _held_by_groups(have: Boxes, seen: Ints, cluster: Cluster) -> list[tuple[Int
         group = seen // level.size
         low = np.minimum.reduceat(starts, first, axis=1)[:, group]
         high = np.maximum.reduceat(stops, first, axis=1)[:, group]
-        found.append((np.where(low < far, low, 0), high))
-    return found
+        boxes.append((np.where(low < far, low, 0), high))
+    return boxes
 
 
 def _seen(ranks: int, cluster: Cluster, sampled: int) -> Ints:
@@ -187,16 +187,16 @@ def _seen(ranks: int, cluster: Cluster, sampled: int) -> Ints:
     size = max(shared, default=1)
     hosts = -(-ranks // size)
     first = np.unique(np.linspace(0, hosts - 1, min(hosts, max(2, sampled // size))).astype(np.int64)) * size
-    found: Ints = (first[:, None] + np.arange(size)).ravel()
-    return found[found < ranks]
+    ranks_seen: Ints = (first[:, None] + np.arange(size)).ravel()
+    return ranks_seen[ranks_seen < ranks]
 
 
 def _of_hosts(amounts: AnyFloats, hosts: Ints) -> AnyFloats:
     """For every rank what the ranks of its host together have; `hosts`: the host of each, in order."""
     first = np.flatnonzero(np.diff(hosts, prepend=-1))
     sums = np.add.reduceat(amounts, first, axis=2)
-    found: AnyFloats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
-    return found
+    host_sums: AnyFloats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
+    return host_sums
 
 
 def _overlap(starts: Floats, stops: Floats, need_starts: Floats, need_stops: Floats) -> Floats:

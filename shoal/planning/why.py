@@ -36,7 +36,7 @@ def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alter
     choice, foreign = tables.choice_of(cuts)
     met = {v for factor in tables.factors(0.0) if foreign & {*factor.variables} for v in factor.variables}
     by_share = [alternatives(tables, choice, exposed, foreign | met) for exposed in EXPOSED]
-    return max(by_share, key=lambda found: min((one.extra for one in found.values()), default=0.0))
+    return max(by_share, key=lambda nearest: min((alternative.extra for alternative in nearest.values()), default=0.0))
 
 
 def alternatives(
@@ -44,7 +44,7 @@ def alternatives(
 ) -> dict[str, Alternative]:
     """The next best choice of every stage but the hidden ones."""
     factors = tables.factors(exposed)
-    found = {}
+    by_stage = {}
     for index, stage in enumerate(tables.stages):
         if index in hidden or len(stage.choices) < 2:
             continue
@@ -55,5 +55,5 @@ def alternatives(
         ]
         costs = sum(rows[1:], start=rows[0])
         other = next(int(i) for i in costs.argsort() if i != choice[index])
-        found[stage.name] = Alternative(stage.choices[other][0], float(costs[other] - costs[choice[index]]))
-    return found
+        by_stage[stage.name] = Alternative(stage.choices[other][0], float(costs[other] - costs[choice[index]]))
+    return by_stage

@@ -143,16 +143,16 @@ def _tensors(
     op: Op, rule: Rule, part: Part, dtype: torch.dtype, device: torch.device, *, input_grad: bool
 ) -> dict[str, Tensor]:
     needs = rule.needs(op, part)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for argument, reference in op.layer.tensors:
         need = needs.get(argument)
         if need is None:
             continue
         is_state = isinstance(reference, State)
         if argument == "target":
-            found[argument] = torch.zeros(need.shape, dtype=torch.int64, device=device)
+            tensors[argument] = torch.zeros(need.shape, dtype=torch.int64, device=device)
             continue
         tensor = torch.rand(need.shape, dtype=dtype, device=device)
         updated = argument in facts_of(op.layer.op).updates(op.layer)
-        found[argument] = tensor.requires_grad_((is_state and not updated) or (not is_state and input_grad))
-    return found
+        tensors[argument] = tensor.requires_grad_((is_state and not updated) or (not is_state and input_grad))
+    return tensors

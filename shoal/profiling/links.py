@@ -89,7 +89,7 @@ def _neighbours(transport: Transport, step: int) -> Callable[[Tensor], None]:
             if tensor.numel() not in buffers:
                 buffers[tensor.numel()] = torch.zeros_like(tensor)
             theirs = buffers[tensor.numel()]
-            for work in transport.begin_exchange([(partner, tensor)], [(partner, theirs)], _TAG):
+            for work in transport.begin_moves([(partner, tensor)], [(partner, theirs)], _TAG):
                 work.wait()
 
     return once
@@ -111,7 +111,7 @@ def _sum(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> 
 
 def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], None]) -> tuple[float, float]:
     """(latency, seconds per byte) from the median seconds of every size, the slowest rank's."""
-    found: list[float] = []
+    medians: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // 4, device=device)
         times = []
@@ -121,8 +121,8 @@ def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], No
             once(tensor)
             if repeat:
                 times.append(time.perf_counter() - start)
-        found.append(median(times))
-    seconds = [max(row) for row in zip(*transport.gather_numbers(found), strict=True)]
+        medians.append(median(times))
+    seconds = [max(row) for row in zip(*transport.gather_numbers(medians), strict=True)]
     return fit_line(SIZES, seconds)
 
 

@@ -79,16 +79,16 @@ class Measured:
         work = max(flops(op, whole, rule), 1.0)
         forward, backward = [], []
         for letter in sorted(cut):
-            one = {**whole, letter: part[letter]}
-            single = self._known(op, rule, one, frozenset(letter), input_grad=input_grad)
-            share = max(flops(op, one, rule), 1.0) / work
+            single_part = {**whole, letter: part[letter]}
+            single = self._known(op, rule, single_part, frozenset(letter), input_grad=input_grad)
+            share = max(flops(op, single_part, rule), 1.0) / work
             forward.append(single.forward / base.forward if single and base.forward else share)
             backward.append(single.backward / base.backward if single and base.backward else share)
         return KernelTime(base.forward * prod(forward), base.backward * prod(backward))
 
     def _known(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime | None:
-        found = self.timings.kernels.get(kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad))
-        return None if found is None else KernelTime(*found)
+        seconds = self.timings.kernels.get(kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad))
+        return None if seconds is None else KernelTime(*seconds)
 
 
 @dataclass(frozen=True)

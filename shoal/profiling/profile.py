@@ -63,10 +63,10 @@ def profile(
     timings = known if known is not None else measure_machine(transport, device, progress)
     name = str(dtype).removeprefix("torch.")
     wanted = [tile for tile in tiles_to_time(stages, flowing, name) if tile[0] not in timings.kernels]
-    found: dict[str, tuple[float, float]] = {}
+    measured: dict[str, tuple[float, float]] = {}
     for number, (key, op, rule, part, letters, input_grad) in enumerate(wanted):
         progress(number, len(wanted), op.layer.name)
-        found[key] = time_kernel(
+        measured[key] = time_kernel(
             op,
             rule,
             part,
@@ -78,10 +78,10 @@ def profile(
             together=lambda seconds: max(row[0] for row in transport.gather_numbers([seconds])),
         )
     progress(len(wanted), len(wanted), "")
-    numbers = [number for times in found.values() for number in times]
+    numbers = [number for times in measured.values() for number in times]
     rows = transport.gather_numbers(numbers) if numbers else []
     means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
-    return timings.with_kernels({key: (means[2 * i], means[2 * i + 1]) for i, key in enumerate(found)})
+    return timings.with_kernels({key: (means[2 * i], means[2 * i + 1]) for i, key in enumerate(measured)})
 
 
 def measure_machine(transport: Transport, device: torch.device, progress: Progress = lambda *_: None) -> Timings:

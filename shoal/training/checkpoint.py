@@ -1,6 +1,7 @@
 """All that a run needs to go on, in one file that is whole or absent."""
 
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -64,9 +65,25 @@ def save(path: Path, job: Job, progress: Progress) -> None:
     losses = job.network.gather(progress.losses.tolist())
     if job.network.rank:
         return
+    write(path, job.config, state, progress, losses=losses)
+
+
+def write(
+    path: Path,
+    config: TrainConfig,
+    state: Mapping[str, Any],
+    progress: Progress,
+    *,
+    losses: Sequence[Sequence[float]],
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what `state_of` gave and how far the run is, with the `losses` of every rank.
+
+    `more`: what a run of several replicas adds, numbers, texts, lists and dicts only.
+    """
     content = {
         "schema": SCHEMA,
-        "config": job.config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
         **state,
         "position": progress.position.to_dict(),
         "steps": progress.steps,
@@ -77,6 +94,7 @@ def save(path: Path, job: Job, progress: Progress) -> None:
         "metrics_length": progress.metrics_length,
         "sent_bytes": progress.sent_bytes,
         "sent_steps": progress.sent_steps,
+        **(more or {}),
     }
     write_atomically(path, lambda draft: torch.save(content, draft))
 

@@ -1,13 +1,15 @@
-"""Ctrl-C and SIGTERM as a question the loop asks, not an exception in the middle of a step."""
+"""Ctrl-C, SIGTERM and the end of the terminal as a question the loop asks, not an exception in the middle of a step."""
 
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from shoal.launching import stop_signals
+
 
 class StopSignal:
-    """True after the first SIGINT or SIGTERM; the second acts as if this class were not there.
+    """True after the first SIGINT, SIGTERM or SIGHUP; the second acts as if this class were not there.
 
     The first lets the loop finish its step and leave whole files; whoever is in a hurry presses again.
     Signals can be caught in the main thread only; elsewhere this is never true.
@@ -22,7 +24,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -114,9 +114,9 @@ def _choose_device(wanted: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
         reason = str(error).splitlines()[0].rstrip(".")
-        found = f"cpu, {accelerator}" if accelerator else "cpu"
+        devices = f"cpu, {accelerator}" if accelerator else "cpu"
         raise ConfigError(
-            f"device {wanted!r} cannot be used: {reason}.", f"This machine has {found}; see `shoal doctor`."
+            f"device {wanted!r} cannot be used: {reason}.", f"This machine has {devices}; see `shoal doctor`."
         ) from None
     return device
 

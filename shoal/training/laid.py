@@ -107,14 +107,7 @@ class LaidNetwork(Network):
                 self._current = self.module
 
     def as_replica(self, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
-        speaks_for = [name for name, ranks in holders(self.module).items() if ranks[0] == self.rank]
-        return Replica(
-            dict(self.module.named_parameters()),
-            optimizer,
-            speaks_for=speaks_for,
-            spread=lambda tensors: tell_holders(self.module, tensors),
-            transport=transport,
-        )
+        return replica_of(self.module, optimizer, transport)
 
     def bytes_per_step(self) -> int:
         return total(self.module.predicted()).bytes
@@ -164,6 +157,20 @@ class LaidNetwork(Network):
         return Part(_window(module.input_tile(shape[0]), shape), _window(result, labels))
 
 
+def replica_of(module: ParallelModule, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
+    """A network that is laid over ranks as exchanges see it: each shard is spoken for by the first rank that holds it.
+
+    `transport` is between the same ranks.
+    """
+    return Replica(
+        dict(module.named_parameters()),
+        optimizer,
+        speaks_for=[name for name, ranks in holders(module).items() if ranks[0] == transport.rank],
+        tell=lambda tensors: tell_holders(module, tensors),
+        transport=transport,
+    )
+
+
 def lay_over_ranks(
     model: nn.Module,
     config: TrainConfig,
@@ -208,7 +215,7 @@ def lay_over_ranks(
 
 def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:
     graph = captured.graphs[True]
-    names = [layer.name for one in captured.graphs.values() for layer in one.layers]
+    names = [layer.name for captured_graph in captured.graphs.values() for layer in captured_graph.layers]
     cuts = resolve(plan, graph, ranks, names).cuts
     x = next(iter(graph.inputs))
     first = next(layer.name for layer in graph.layers if x in layer.reads)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.result import RunResult
-from shoal.training.folder import RunFolder
+from shoal.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class About:
     data: str
     train_samples: int
     test_samples: int
+    classes: int
     origin: str
     """Where the data was found."""
     epochs: int

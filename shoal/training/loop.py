@@ -15,35 +15,26 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
 from safetensors.torch import save_model
 from torch import Tensor
 
 from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
-from shoal.result import BytesPerStep, RunResult, versions
+from shoal.result import BytesPerStep, RunResult
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.evaluate import Evaluation, evaluate
-from shoal.training.folder import RunFolder
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
+from shoal.training.learns import stopped_learning
 from shoal.training.listener import About, Listener
-from shoal.training.memory import out_of_memory, peak_bytes
-from shoal.training.metrics import MetricsFile
-
-
-def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
-    """One step of SGD on this rank's part of a batch; returns what its loss adds to the batch's, on the device."""
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
-    job.optimizer.zero_grad(set_to_none=True)
-    loss = job.network.loss(x.to(job.device), y.to(job.device))
-    torch.autograd.backward(loss)
-    job.optimizer.step()
-    return job.network.part_in_mean(loss, y)
+from shoal.training.metrics import MetricsFile, lines_are_missing
+from shoal.training.out_of_memory import out_of_memory, peak_bytes
+from shoal.training.outcome import Measured, describe, result_of
+from shoal.training.run_folder import RunFolder
+from shoal.training.step import train_step
 
 
 class Run:
@@ -63,7 +54,10 @@ class Run:
             result = self._train_and_test()
             self.listener.finished(result, self.folder)
         except (RuntimeError, MemoryError) as error:
-            raise out_of_memory(error, self.job.config) or error from error
+            told = out_of_memory(error, self.job.config)
+            if told is None:
+                raise
+            raise told from error
         finally:
             self.listener.ended()
         return result
@@ -73,6 +67,8 @@ class Run:
         path = self.folder.metrics if self._keeps_files else None
         with StopSignal() as stop, MetricsFile(path, length=progress.metrics_length) as metrics:
             self.listener.started(self._about(), self.folder)
+            if metrics.lacks_lines:
+                self._write(metrics, event="warning", text=lines_are_missing(progress.steps))
             tested: Evaluation | None = None
             while progress.position.epoch < job.config.epochs:
                 self._train_epoch(metrics, stop)
@@ -86,25 +82,14 @@ class Run:
         return result
 
     def _about(self) -> About:
-        job, config = self.job, self.job.config
-        return About(
-            model=config.model,
+        job = self.job
+        return describe(
+            job.config,
+            job.splits,
             parameters=job.network.parameters,
-            data=config.data,
-            train_samples=len(job.splits.train),
-            test_samples=len(job.splits.test),
-            origin=job.splits.origin,
-            epochs=config.epochs,
             steps_per_epoch=job.loader.order.steps_per_epoch,
-            batch=config.batch,
-            workers=job.network.ranks,
             plan=job.network.plan.name,
-            replicas=1,
-            exchange="none",
             device=str(job.device),
-            threads=config.threads or 1,
-            timeout=config.timeout,
-            survives=False,
             done=self.progress.steps,
         )
 
@@ -201,6 +186,11 @@ class Run:
         progress.last_loss = self._over_ranks(progress.losses[0]) / progress.position.step
         progress.losses.zero_()
         progress.position = Position(progress.position.epoch + 1, 0)
+        remedy = f"Lower the rate (--lr, now {self.job.config.lr:g}) or --momentum, or add --warmup."
+        classes = self.job.splits.train.classes
+        told = stopped_learning(progress.last_loss, classes, epoch=progress.position.epoch, remedy=remedy)
+        if told is not None:
+            self._write(metrics, event="warning", text=told)
         last = progress.position.epoch == self.job.config.epochs
         if last or progress.position.epoch % self.job.config.checkpoint_every == 0:
             self._save(metrics)
@@ -238,31 +228,14 @@ class Run:
         sent, steps = self._sent()
         own = [network.bytes_per_step(), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
-        return RunResult(
-            model=config.model,
-            data=config.data,
-            plan=network.plan.name,
-            exchange="none",
-            workers=config.workers,
-            replicas=1,
-            seed=config.seed,
-            epochs=config.epochs,
+        measured = Measured(
             steps=progress.steps,
             samples=progress.steps * config.batch,
             final_loss=progress.last_loss,
-            test_loss=tested.loss,
-            test_accuracy=tested.accuracy,
-            test_iou=tested.iou,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.batch / sum(progress.step_seconds),
             bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
-            peak_memory_bytes=list(peaks),
-            staleness=None,
+            peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
-            parameters=network.parameters,
-            batch=config.batch,
-            threads=torch.get_num_threads(),
-            device=str(self.job.device),
-            origin=self.job.splits.origin,
-            versions=versions(),
         )
+        return result_of(config, self._about(), tested, measured)

@@ -10,11 +10,16 @@ from typing import BinaryIO, Self
 class MetricsFile:
     """Appends whole lines. Opened at a given length, so that a resumed run repeats no line.
 
-    Without a path nothing is written: of many ranks one keeps the file.
+    A file that is shorter, or gone, keeps the whole lines that it has: see `lacks_lines`. Without a path nothing is
+    written: of many ranks one keeps the file.
     """
 
     def __init__(self, path: Path | None, *, length: int = 0) -> None:
-        self._file: BinaryIO = io.BytesIO() if path is None else path.open("r+b")
+        self._file: BinaryIO = io.BytesIO() if path is None else _opened(path)
+        there = self._file.read(length)
+        self.lacks_lines = path is not None and len(there) < length
+        """Whether lines of the steps before are missing."""
+        length = there.rfind(b"\n") + 1 if self.lacks_lines else len(there)
         self._file.truncate(length)
         self._file.seek(length)
 
@@ -39,3 +44,13 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.touch()
+    return path.open("r+b")
+
+
+def lines_are_missing(steps: int) -> str:
+    """What to tell people of a file that `lacks_lines`."""
+    return f"metrics.jsonl is not whole: lines about the first {steps} steps are missing. The run goes on without them."

@@ -1,13 +1,26 @@
-"""What goes wrong on one rank, all ranks say, before anybody waits for it."""
+"""An error on one rank becomes an error on all ranks, before any of them waits for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from shoal.errors import PeerError, ShoalError
-from shoal.transport.base import Transport
 
 Result = TypeVar("Result")
+
+
+class Gathers(Protocol):
+    """Ranks that can tell each other something: a transport, or an assembly of all ranks of a world."""
+
+    world: int
+
+    def gather_objects(self, value: Any, operation: str = ...) -> list[Any]:
+        """Something that pickles, from every rank to every rank."""
+        ...
+
+    def show(self, ranks: Sequence[int]) -> str:
+        """Ranks for people."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,7 @@ class _Failed:
     """The error itself where it is one of ours."""
 
 
-def agree(transport: Transport, attempt: Callable[[], Result], operation: str = "agree") -> Result:
+def agree(transport: Gathers, attempt: Callable[[], Result], operation: str = "agree") -> Result:
     """`attempt` on all ranks. Where it fails on one it fails on all, so that nobody waits.
 
     An error of ours all ranks raise alike. Of any other one the rank itself raises its own, and the others a PeerError
@@ -32,18 +45,18 @@ def agree(transport: Transport, attempt: Callable[[], Result], operation: str = 
         result = attempt()
     except PeerError:
         raise  # a rank that is gone cannot be told
-    except Exception as found:
+    except Exception as caught:
         if transport.world == 1:
             raise
-        error = found
+        error = caught
     told = transport.gather_objects(None if error is None else _told(error), operation)
-    failed = {rank: one for rank, one in enumerate(told) if one is not None}
+    failed = {rank: failure for rank, failure in enumerate(told) if failure is not None}
     if error is not None and not isinstance(error, ShoalError):
         raise error
-    wrong = {rank: one.known for rank, one in failed.items() if one.known is not None}
+    wrong = {rank: failure.known for rank, failure in failed.items() if failure.known is not None}
     if wrong:
         rank, first = next(iter(wrong.items()))
-        alone = len(wrong) < transport.world or len({str(one) for one in wrong.values()}) > 1
+        alone = len(wrong) < transport.world or len({str(known) for known in wrong.values()}) > 1
         problem = f"{transport.show([rank])}: {first.problem}" if alone else first.problem
         raise type(first)(problem, first.remedy) from None
     if failed:
@@ -57,6 +70,6 @@ def agree(transport: Transport, attempt: Callable[[], Result], operation: str = 
 
 def _told(error: Exception) -> _Failed:
     lines = str(error).strip().splitlines() or [""]
-    # made anew: it is pickled, and must not take along what hangs on the error
+    # a new error: it is pickled, and must not take the old one's traceback and context along
     own = type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None
     return _Failed(f"{type(error).__name__}: {lines[0]}".rstrip(": ."), own)

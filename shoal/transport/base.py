@@ -16,7 +16,7 @@ different tags as well, so that even then none takes another's. Networks on diff
 import pickle
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ PAIR_BYTES = 64 << 10
 PAIR_TAG = 1 << 30
 """The tag of such messages; moves have the tags of their instructions."""
 NETWORK_TAGS = (21, 1 << 9)
-"""Tags of one network take so many bits; so many networks on the same ranks have tags of their own."""
+"""Bits of the tags of one network; and how many networks on the same ranks have tags of their own."""
 EVERYONE = "everyone"
 """The purpose of the group of all ranks: moves, and what ranks tell each other."""
 ROW = 8
@@ -54,7 +54,7 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A work, whose failure is told in our words."""
+    """A work of c10d, whose failure is raised as one of our errors."""
 
     work: Waitable
     transport: "Transport"
@@ -90,7 +90,14 @@ class Transport:
         self._device = torch.device("cuda") if on_gpu else torch.device("cpu")
         """Where small tensors of our own must lie to be sent."""
         self._met: tuple[Circle, int] | None = None
-        """Where this transport talks, and as which network there."""
+        """The circle that this transport belongs to, and its number there."""
+        self._unread: Callable[[], None] | None = None
+        """Reads the header that was begun and not read yet, if there is one."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks' numbers in the world."""
+        return self._members
 
     @property
     def sent(self) -> Sent:
@@ -110,6 +117,8 @@ class Transport:
                 self._group(purpose, ranks)
 
     def _group(self, purpose: str, ranks: tuple[int, ...]) -> Backend:
+        """The group to send or receive in. Reads the last header first: nothing is sent before that."""
+        self.read_header()
         circle = self._circle()[0]
         try:
             return circle.group(purpose, ranks)
@@ -120,7 +129,7 @@ class Transport:
         return self._group(EVERYONE, tuple(range(self.world)))
 
     def _circle(self) -> tuple[Circle, int]:
-        """Met at the first call that sends something, which is a collective: so all ranks number networks alike."""
+        """Made at the first call that sends something, which is a collective: so all ranks number networks alike."""
         if self._met is None:
             try:
                 circle = meet(self.group, self._members, self._device)
@@ -137,7 +146,7 @@ class Transport:
     # Failures
 
     def told(self, error: RuntimeError, ranks: Sequence[int], label: str) -> Exception:
-        """What the network said while this rank waited for `ranks`, in our words; another error as it is."""
+        """A network error that came while this rank waited for `ranks`, as an error of ours; others as they are."""
         if not of_network(error):
             return error
         others = [rank for rank in ranks if rank != self.rank]
@@ -175,7 +184,7 @@ class Transport:
     def _count_sum(self, tensor: Tensor, ranks: tuple[int, ...], label: str) -> None:
         self._count(ring_bytes(tensor.nbytes, len(ranks), ranks.index(self.rank)), 1, label)
 
-    def begin_exchange(
+    def begin_moves(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Sequence[Waitable]:
         """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for."""
@@ -264,6 +273,23 @@ class Transport:
         """
         return [row[1 : len(numbers) + 1] for row in self._rows(operation, numbers)]
 
+    def header_later(
+        self, operation: str, numbers: Sequence[float], check: Callable[[list[list[float]]], None]
+    ) -> None:
+        """Such a header that nobody waits for yet, while there is something to compute.
+
+        `check` gets it, and may refuse it, before this rank sends, receives or gathers anything else, and at the latest
+        in `read_header`, which whoever began it must call.
+        """
+        rows = self._begin_rows(operation, numbers)
+        self._unread = lambda: check([row[1 : len(numbers) + 1] for row in rows()])
+
+    def read_header(self) -> None:
+        """Wait for a header that was begun with `header_later`, if there is one, and check it."""
+        if self._unread is not None:
+            read, self._unread = self._unread, None
+            read()
+
     def gather_numbers(self, numbers: Sequence[float], operation: str = "gather_numbers") -> list[list[float]]:
         """Some numbers from every rank to every rank."""
         if self.world == 1:
@@ -271,13 +297,13 @@ class Transport:
         first = ROW - 2
         rows = [row[1:] for row in self._rows(operation, [len(numbers), *numbers[:first]])]
         counts = [int(row[0]) for row in rows]
-        found = [row[1 : count + 1] for row, count in zip(rows, counts, strict=True)]
+        gathered = [row[1 : count + 1] for row, count in zip(rows, counts, strict=True)]
         if max(counts) > first:
-            rest = torch.zeros(max(counts) - first, dtype=torch.float64)
-            rest[: max(0, len(numbers) - first)] = torch.tensor(numbers[first:], dtype=torch.float64)
-            for row, count, more in zip(found, counts, self._gather(rest, operation), strict=True):
+            rest = torch.zeros(max(counts) - first, dtype=torch.float64, device="cpu")
+            rest[: max(0, len(numbers) - first)] = torch.tensor(numbers[first:], dtype=torch.float64, device="cpu")
+            for row, count, more in zip(gathered, counts, self._gather(rest, operation), strict=True):
                 row += more.tolist()[: max(0, count - first)]
-        return found
+        return gathered
 
     def gather_objects(self, value: Any, operation: str = "gather_objects") -> list[Any]:
         """Something that pickles, from every rank to every rank."""
@@ -290,19 +316,28 @@ class Transport:
 
     def _rows(self, operation: str, numbers: Sequence[float]) -> list[list[float]]:
         """The first gather of whatever ranks tell each other. All have one width, so that any two can meet here."""
+        return self._begin_rows(operation, numbers)()
+
+    def _begin_rows(self, operation: str, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         if len(numbers) > ROW - 1:
             raise ValueError(f"{len(numbers)} numbers do not fit into a header of {ROW - 1}")
         if self.world == 1:
-            return [[0.0, *numbers]]
+            return lambda: [[0.0, *numbers]]
         called = float((self._network() << 32) + zlib.crc32(operation.encode()))  # exact below 2^53
-        mine = torch.tensor([called, *numbers, *[0.0] * (ROW - 1 - len(numbers))], dtype=torch.float64)
-        rows = [row.tolist() for row in self._gather(mine, operation)]
-        if any(row[0] != called for row in rows):
-            raise self._different([int(row[0]) >> 32 for row in rows], operation)
+        row = [called, *numbers, *[0.0] * (ROW - 1 - len(numbers))]
+        mine = torch.tensor(row, dtype=torch.float64, device="cpu")  # whatever torch.device the caller is in
+        gathered = self._begin_gather(mine, operation)
+
+        def rows() -> list[list[float]]:
+            rows = [row.tolist() for row in gathered()]
+            if any(row[0] != called for row in rows):
+                raise self._different([int(row[0]) >> 32 for row in rows], operation)
+            return rows
+
         return rows
 
     def _different(self, networks: Sequence[int], operation: str) -> RunError:
-        """All ranks come here, since all saw all rows."""
+        """The error for ranks that called different things. All ranks raise it, since all saw all rows."""
         table = self._gather(_bytes(operation.encode()[:NAME_BYTES], NAME_BYTES), operation)
         names = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
         callers: dict[str, list[int]] = {}
@@ -317,14 +352,23 @@ class Transport:
 
     def _gather(self, mine: Tensor, operation: str) -> list[Tensor]:
         """Tensors of one shape and type from every rank to every rank."""
-        everyone, ranks = self._everyone(), range(self.world)
+        return self._begin_gather(mine, operation)()
+
+    def _begin_gather(self, mine: Tensor, operation: str) -> Callable[[], list[Tensor]]:
+        """Begin a gather; the function that is returned waits for it."""
+        everyone, ranks = self._everyone(), tuple(range(self.world))
         mine = mine.to(self._device)
         table = mine.new_empty((self.world, *mine.shape))
         try:
-            everyone.allgather([list(table.unbind())], [mine]).wait()
+            work = _Awaited(everyone.allgather([list(table.unbind())], [mine]), self, ranks, operation)
         except RuntimeError as error:
             raise self.told(error, ranks, operation) from None
-        return list(table.cpu().unbind())
+
+        def gathered() -> list[Tensor]:
+            work.wait()
+            return list(table.cpu().unbind())
+
+        return gathered
 
     def good_bucket_bytes(self) -> int:
         """A size of gradient buckets for this link: large enough that latency is a tenth of a bucket's time.

@@ -79,10 +79,11 @@ class MemoryTransport(Transport):
                 continue
         raise self._silent([src], self.label, PATIENCE)
 
-    def begin_exchange(
+    def begin_moves(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Sequence[Waitable]:
         """Leave copies in mailboxes; what others left is collected at the wait."""
+        self.read_header()
         for dst, tensor in sends:
             self._send(tensor, dst, tag)
         if sends:
@@ -98,6 +99,7 @@ class MemoryTransport(Transport):
         self, tensor: Tensor, ranks: tuple[int, ...], label: str, join: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Every rank hears every other and joins them in the order of ranks, so all get the same bits."""
+        self.read_header()
         self._count_sum(tensor, ranks, label)
         for dst in ranks:
             if dst != self.rank:
@@ -121,6 +123,7 @@ class MemoryTransport(Transport):
 
     def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The first rank's tensor, in place on all of `ranks`."""
+        self.read_header()
         if self.rank != ranks[0]:
             tensor.copy_(self._receive(ranks[0], "tell"))
             return
@@ -134,16 +137,17 @@ class MemoryTransport(Transport):
             self._reduce(tensor, ranks, self.label, torch.maximum)
 
     def _network(self) -> int:
-        """Threads that share a hub have one network."""
+        """All threads of a hub have the network number 0."""
         return 0
 
-    def _gather(self, mine: Tensor, operation: str) -> list[Tensor]:
+    def _begin_gather(self, mine: Tensor, operation: str) -> Callable[[], list[Tensor]]:
         """Tensors of one shape and type from every rank to every rank."""
+        self.read_header()
         self.label = operation
         for dst in range(self.world):
             if dst != self.rank:
                 self._send(mine, dst, "gather")
-        return [mine if src == self.rank else self._receive(src, "gather") for src in range(self.world)]
+        return lambda: [mine if src == self.rank else self._receive(src, "gather") for src in range(self.world)]
 
     def good_bucket_bytes(self) -> int:
         """There is no link to measure."""

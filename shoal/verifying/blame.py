@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shoal.graph import Layer, LayerGraph, State, Value
 from shoal.verdict import Fault
-from shoal.verifying.found import Found, Kind
+from shoal.verifying.differences import Differences, Kind
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Suspects:
 
 
 def suspects(
-    training: LayerGraph, evaluation: LayerGraph, found: Found, tolerance: float, later_tolerance: float
+    training: LayerGraph, evaluation: LayerGraph, differences: Differences, tolerance: float, later_tolerance: float
 ) -> Suspects | None:
     """The first fault that a step meets; None where everything agrees."""
     wrong = {
         (kind, name): difference
-        for (kind, name), difference in found.items()
+        for (kind, name), difference in differences.items()
         if not difference <= (later_tolerance if kind.startswith("later") else tolerance)
     }
     every = (
@@ -50,19 +50,19 @@ def suspects(
     return every[0] if every else None
 
 
-def _forwards(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iterator[Suspects]:
+def _forwards(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Differences) -> Iterator[Suspects]:
     for layer in graph.layers:
         if (kind, layer.name) in wrong:
             yield Suspects((layer.name,), fault, wrong[kind, layer.name])
 
 
-def _results(graph: LayerGraph, wrong: Found, *kinds: Kind) -> Iterator[Suspects]:
+def _results(graph: LayerGraph, wrong: Differences, *kinds: Kind) -> Iterator[Suspects]:
     for kind in kinds:
         if (kind, "") in wrong:
             yield Suspects((graph.output,), "result", wrong[kind, ""], after_steps=kind.startswith("later"))
 
 
-def _backwards(graph: LayerGraph, wrong: Found) -> Iterator[Suspects]:
+def _backwards(graph: LayerGraph, wrong: Differences) -> Iterator[Suspects]:
     users = users_of(graph)
     for layer in reversed(graph.layers):
         if (difference := wrong.get(("value gradient", layer.name))) is not None:
@@ -80,10 +80,10 @@ def _backwards(graph: LayerGraph, wrong: Found) -> Iterator[Suspects]:
         yield Suspects(readers_of(graph, first), "input gradient", wrong["input gradient", ""], first)
 
 
-def _states(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Found) -> Iterator[Suspects]:
+def _states(graph: LayerGraph, kind: Kind, fault: Fault, wrong: Differences) -> Iterator[Suspects]:
     users = users_of(graph)
-    for (found, name), difference in wrong.items():
-        if found == kind:
+    for (compared, name), difference in wrong.items():
+        if compared == kind:
             yield Suspects(users.get(name, (name,)), fault, difference, after_steps=kind.startswith("later"))
 
 
@@ -99,11 +99,11 @@ def states_of(layer: Layer) -> tuple[str, ...]:
 
 def users_of(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
     """For every parameter and buffer the layers that use it, in order."""
-    found: dict[str, tuple[str, ...]] = {}
+    users: dict[str, tuple[str, ...]] = {}
     for layer in graph.layers:
         for name in states_of(layer):
-            found[name] = (*found.get(name, ()), layer.name)
-    return found
+            users[name] = (*users.get(name, ()), layer.name)
+    return users
 
 
 def with_readers_apart(graph: LayerGraph, value: str) -> tuple[LayerGraph, Mapping[str, str]]:

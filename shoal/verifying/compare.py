@@ -22,7 +22,7 @@ from shoal.moves import Layout
 from shoal.partition import Box, slices, whole
 from shoal.traffic import Sent
 from shoal.transport import Transport
-from shoal.verifying.found import Found, Kind
+from shoal.verifying.differences import Differences, Kind
 from shoal.verifying.one_device import OneDevice, optimizer_of
 
 PURPOSE = "verify"
@@ -67,14 +67,14 @@ class Comparison:
     """One rank's numbers beside one device's."""
 
     def __init__(
-        self, one: OneDevice, model: ParallelModule, transport: Transport, tail: LossTail | None = None
+        self, reference: OneDevice, model: ParallelModule, transport: Transport, tail: LossTail | None = None
     ) -> None:
-        self.one, self.model, self.transport, self.tail = one, model, transport, tail
-        self.found: dict[tuple[Kind, str], float] = {}
+        self.reference, self.model, self.transport, self.tail = reference, model, transport, tail
+        self.differences: dict[tuple[Kind, str], float] = {}
 
     def note(self, kind: Kind, name: str, ours: Tensor, theirs: Tensor, scale: float) -> None:
         """Compare; of several comparisons under one name the largest difference stays."""
-        self.found[kind, name] = max(self.found.get((kind, name), 0.0), apart(ours, theirs, scale))
+        self.differences[kind, name] = max(self.differences.get((kind, name), 0.0), apart(ours, theirs, scale))
 
     def note_shards(self, kind: Kind, ours: Mapping[str, tuple[Tensor, Box]], theirs: Mapping[str, Tensor]) -> None:
         """Compare this rank's shards, and the box that each is, with one device's whole tensors of the same names."""
@@ -117,7 +117,7 @@ def _slices(box: Box | None) -> tuple[slice, ...]:
 
 
 def compare(
-    one: OneDevice,
+    reference: OneDevice,
     model: ParallelModule,
     transport: Transport,
     *,
@@ -127,7 +127,7 @@ def compare(
     steps: int | None = None,
     record: Seen | None = None,
     against: Seen | None = None,
-) -> tuple[Found, Mapping[str, Sent]]:
+) -> tuple[Differences, Mapping[str, Sent]]:
     """Train `model` on one device's batch and compare: this rank's differences, and what its first step sent.
 
     tail       the loss, where it is part of the network
@@ -135,10 +135,10 @@ def compare(
     against    compare the value of every layer with what was so kept
     steps      optimizer steps, as many as one device took unless given; 0 compares the first pass alone
     """
-    at = Comparison(one, model, transport, tail)
-    rows = rows_of(model, io, transport, len(one.x), shares)
-    x = one.x[rows.given].clone().requires_grad_(one.x_grad is not None)
-    y = one.y[rows.target] if one.y.ndim < one.output.ndim else one.y[rows.result]
+    at = Comparison(reference, model, transport, tail)
+    rows = rows_of(model, io, transport, len(reference.x), shares)
+    x = reference.x[rows.given].clone().requires_grad_(reference.x_grad is not None)
+    y = reference.y[rows.target] if reference.y.ndim < reference.output.ndim else reference.y[rows.result]
     watch = _Watch(at, record, against)
 
     before = model.counted
@@ -151,10 +151,10 @@ def compare(
     with watch.evaluation():
         if record or against:
             _evaluate(model, x)
-    steps = one.steps if steps is None else steps
+    steps = reference.steps if steps is None else steps
     if steps:
         _further_steps(at, rows, x.detach(), y)
-    return at.found, sent
+    return at.differences, sent
 
 
 def _forward(at: Comparison, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -162,87 +162,91 @@ def _forward(at: Comparison, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tenso
     if at.tail is not None:
         return None, at.model(x, y)
     output = at.model(x)
-    return output, at.one.loss(output, y) if y.numel() else output.sum()
+    return output, at.reference.loss(output, y) if y.numel() else output.sum()
 
 
 def _first_pass(at: Comparison, rows: Rows, x: Tensor, y: Tensor, output: Tensor | None, loss: Tensor) -> None:
-    one, states, rank = at.one, at.model._states, at.transport.rank
+    reference, states, rank = at.reference, at.model._states, at.transport.rank
     if output is not None:
-        at.note("output", "", output, one.output[rows.result], size(one.output))
+        at.note("output", "", output, reference.output[rows.result], size(reference.output))
     if y.numel():
         whole_loss = at.tail is not None and not at.tail.mean  # then every rank gets one number for all
-        expected = torch.tensor(one.loss_value) if whole_loss else one.loss(one.output[rows.result], y)
-        at.note("loss", "", loss, expected.to(loss), abs(one.loss_value))
-    if one.x_grad is not None:
-        part = x[:, :1].numel() / one.x[:, :1].numel() if x.numel() else 1.0  # a rank has that of its own loss
-        at.note("input gradient", "", _grad(x) * part, one.x_grad[rows.given], size(one.x_grad))
+        expected = (
+            torch.tensor(reference.loss_value) if whole_loss else reference.loss(reference.output[rows.result], y)
+        )
+        at.note("loss", "", loss, expected.to(loss), abs(reference.loss_value))
+    if reference.x_grad is not None:
+        part = x[:, :1].numel() / reference.x[:, :1].numel() if x.numel() else 1.0  # a rank has that of its own loss
+        at.note("input gradient", "", _grad(x) * part, reference.x_grad[rows.given], size(reference.x_grad))
     boxes = {name: box for name, layout in states.layouts.items() if (box := layout[rank]) is not None}
-    at.note_shards("gradient", {name: (_grad(states[name]), box) for name, box in boxes.items()}, one.grads)
-    at.note_shards("buffer", {name: (states[name], box) for name, box in boxes.items()}, one.buffers)
+    at.note_shards("gradient", {name: (_grad(states[name]), box) for name, box in boxes.items()}, reference.grads)
+    at.note_shards("buffer", {name: (states[name], box) for name, box in boxes.items()}, reference.buffers)
 
 
 def _further_steps(at: Comparison, rows: Rows, x: Tensor, y: Tensor) -> None:
     """The optimizer's steps, then the whole state and an evaluation."""
-    one, model = at.one, at.model
-    optimizer = optimizer_of(model.parameters(), one.rate)
-    for step in range(one.steps):
+    reference, model = at.reference, at.model
+    optimizer = optimizer_of(model.parameters(), reference.rate)
+    for step in range(reference.steps):
         if step:
             optimizer.zero_grad()
             torch.autograd.backward(_forward(at, x, y)[1])
         optimizer.step()
-    full, scales = full_state_dict(model), scales_of(one.after)
-    assert list(full) == list(one.after), "full_state_dict has other keys than the module"
+    full, scales = full_state_dict(model), scales_of(reference.after)
+    assert list(full) == list(reference.after), "full_state_dict has other keys than the module"
     for key, name in model._states.keys.items():  # tied tensors have several keys
-        at.note("later state", name, full[key], one.after[key], scales[key])
-    if one.evaluated is not None:
-        at.note("later evaluation", "", _evaluate(model, x), one.evaluated[rows.result], size(one.evaluated))
+        at.note("later state", name, full[key], reference.after[key], scales[key])
+    if reference.evaluated is not None:
+        at.note(
+            "later evaluation", "", _evaluate(model, x), reference.evaluated[rows.result], size(reference.evaluated)
+        )
 
 
 def scales_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """What differences of each tensor are divided by."""
     sizes = {name: size(tensor) for name, tensor in tensors.items()}
     floor = FLOOR * max(sizes.values(), default=0.0)
-    return {name: max(one, floor) for name, one in sizes.items()}
+    return {name: max(scale, floor) for name, scale in sizes.items()}
 
 
-def over_ranks(mine: Found, transport: Transport, one: OneDevice, seen: Seen) -> Found:
+def over_ranks(mine: Differences, transport: Transport, reference: OneDevice, seen: Seen) -> Differences:
     """The largest difference on any rank; infinite where no rank had anything to compare. A collective."""
     wanted: dict[Kind, Iterable[str]] = {
         "loss": [""],
-        "input gradient": [] if one.x_grad is None else [""],
-        "gradient": one.grads,
-        "buffer": one.buffers,
+        "input gradient": [] if reference.x_grad is None else [""],
+        "gradient": reference.grads,
+        "buffer": reference.buffers,
         "value": seen.values,
         "value gradient": seen.grads,
         "evaluated value": seen.evaluated,
     }
-    found = largest(*transport.gather_objects(mine))
-    return {**{(kind, name): inf for kind, names in wanted.items() for name in names}, **found}
+    compared = largest(*transport.gather_objects(mine))
+    return {**{(kind, name): inf for kind, names in wanted.items() for name in names}, **compared}
 
 
-def largest(*all_found: Found) -> Found:
+def largest(*parts: Differences) -> Differences:
     """Of everything that was compared anywhere the largest difference."""
     result: dict[tuple[Kind, str], float] = {}
-    for found in all_found:
-        for key, difference in found.items():
+    for differences in parts:
+        for key, difference in differences.items():
             result[key] = max(result.get(key, 0.0), difference)
     return result
 
 
-def first_noise(one: OneDevice, shaken: OneDevice) -> float:
+def first_noise(reference: OneDevice, shaken: OneDevice) -> float:
     """The same of the first pass: its output and gradients."""
-    scales = scales_of(one.grads)
-    found = [apart(shaken.grads[name], grad, scales[name]) for name, grad in one.grads.items()]
-    return max(apart(shaken.output, one.output, size(one.output)), *found)
+    scales = scales_of(reference.grads)
+    distances = [apart(shaken.grads[name], grad, scales[name]) for name, grad in reference.grads.items()]
+    return max(apart(shaken.output, reference.output, size(reference.output)), *distances)
 
 
-def noise(one: OneDevice, shaken: OneDevice) -> float:
+def noise(reference: OneDevice, shaken: OneDevice) -> float:
     """How far one device is from itself after the steps, where its weights were `shaken` by their last bit."""
-    scales = scales_of(one.after)
-    found = [apart(shaken.after[name], tensor, scales[name]) for name, tensor in one.after.items()]
-    if one.evaluated is not None and shaken.evaluated is not None:
-        found.append(apart(shaken.evaluated, one.evaluated, size(one.evaluated)))
-    return max(found, default=0.0)
+    scales = scales_of(reference.after)
+    distances = [apart(shaken.after[name], tensor, scales[name]) for name, tensor in reference.after.items()]
+    if reference.evaluated is not None and shaken.evaluated is not None:
+        distances.append(apart(shaken.evaluated, reference.evaluated, size(reference.evaluated)))
+    return max(distances, default=0.0)
 
 
 def _evaluate(model: ParallelModule, x: Tensor) -> Tensor:
@@ -307,7 +311,7 @@ class _Watch:
     def _places(self) -> "_Places":
         training = self.at.model.training
         if training not in self._placed:
-            self._placed[training] = _Places.of(self.at.model._captured(training=training).program)
+            self._placed[training] = _Places.of(self.at.model._passes.captured(training=training).program)
         return self._placed[training]
 
     def settle(self) -> None:
@@ -355,5 +359,5 @@ class _Places:
 
     @classmethod
     def of(cls, program: Program) -> Self:
-        steps = [one for one in program.instructions if isinstance(one, Compute)]
-        return cls(program.layouts, {one.label: one.placed.writes for one in steps}, program.copies)
+        steps = [compute for compute in program.instructions if isinstance(compute, Compute)]
+        return cls(program.layouts, {compute.label: compute.placed.writes for compute in steps}, program.copies)

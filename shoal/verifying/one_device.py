@@ -87,9 +87,11 @@ def run_one_device(
     if steps:
         with drawing(False, steps), torch.no_grad():
             evaluated = eager.eval()(x)
-    one = OneDevice(x, y, loss, output.detach(), value.item(), grads, leaf.grad, buffers, steps, rate, after, evaluated)
-    _check_finite(one)
-    return one
+    made = OneDevice(
+        x, y, loss, output.detach(), value.item(), grads, leaf.grad, buffers, steps, rate, after, evaluated
+    )
+    _check_finite(made)
+    return made
 
 
 def _short(model: nn.Module, grads: Mapping[str, Tensor]) -> float:
@@ -112,12 +114,12 @@ def shaken(model: nn.Module, seed: int) -> nn.Module:
     return copy
 
 
-def _check_finite(one: OneDevice) -> None:
+def _check_finite(made: OneDevice) -> None:
     tensors = {
-        "output": one.output,
-        **{f"gradient of {name!r}": grad for name, grad in one.grads.items()},
-        **{f"{name!r} after {one.steps} steps": tensor for name, tensor in one.after.items()},
-        **({} if one.evaluated is None else {"output in evaluation": one.evaluated}),
+        "output": made.output,
+        **{f"gradient of {name!r}": grad for name, grad in made.grads.items()},
+        **{f"{name!r} after {made.steps} steps": tensor for name, tensor in made.after.items()},
+        **({} if made.evaluated is None else {"output in evaluation": made.evaluated}),
     }
     for what, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
@@ -129,12 +131,14 @@ def _check_finite(one: OneDevice) -> None:
 
 def module_outputs(model: nn.Module, x: Tensor, drawing: AbstractContextManager[None]) -> dict[str, Tensor]:
     """What every module that is called once gives in training, by its path. Costs a forward pass."""
-    found: dict[str, list[Tensor]] = {}
+    outputs_of: dict[str, list[Tensor]] = {}
 
     def note(path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
             if isinstance(output, Tensor):
-                found.setdefault(path, []).append(output.detach().clone())  # a later operator may change it in place
+                outputs_of.setdefault(path, []).append(
+                    output.detach().clone()
+                )  # a later operator may change it in place
 
         return hook
 
@@ -143,4 +147,4 @@ def module_outputs(model: nn.Module, x: Tensor, drawing: AbstractContextManager[
         module.register_forward_hook(note(path))
     with drawing, torch.no_grad():
         eager(x)
-    return {path: outputs[0] for path, outputs in found.items() if len(outputs) == 1}
+    return {path: outputs[0] for path, outputs in outputs_of.items() if len(outputs) == 1}

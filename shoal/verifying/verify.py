@@ -29,8 +29,8 @@ from shoal.transport.memory import Hub
 from shoal.verdict import Culprit, LayerDifferences, Verdict
 from shoal.verifying.blame import Suspects, suspects, users_of, with_readers_apart
 from shoal.verifying.compare import Seen, apart, compare, first_noise, largest, noise, over_ranks, size
-from shoal.verifying.draws import drawing_as
-from shoal.verifying.found import Found, Kind
+from shoal.verifying.differences import Differences, Kind
+from shoal.verifying.engine_masks import drawing_as
 from shoal.verifying.one_device import Loss, OneDevice, module_outputs, run_one_device, shaken
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -41,7 +41,7 @@ NOISE = 30.0
 last bit, is from itself: some networks multiply rounding by millions in a few steps.
 """
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Settings:
     batch_norm: Literal["exact", "local"]
     recompute: bool
     name: str
-    progress: Progress
+    progress: OnProgress
 
 
 def verify(
@@ -77,7 +77,7 @@ def verify(
     name: str | None = None,
     threads: int = 1,
     timeout: float = 120.0,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Verdict:
     """Train `model` under `plan` beside the plain module on one device, and compare number by number.
 
@@ -116,7 +116,7 @@ def verify(
     if there and workers not in (None, dist.get_world_size()):
         raise ConfigError(
             f"workers={workers}, but this process is one of {dist.get_world_size()} ranks already.",
-            "Leave workers away: the ranks that there are take part.",
+            "Leave workers out: the ranks that there are take part.",
         )
     if there or workers in (None, 1):
         return _verify_here(model, example, plan, settings)
@@ -155,40 +155,40 @@ def _verify_here(
     subject = _subject(model, example, settings)
     _check_alike(subject, transport)
     say("running one device")
-    one = subject.one_device(subject.model)
+    reference = subject.one_device(subject.model)
     other = subject.one_device(shaken(subject.model, settings.seed))
-    _check_steady(first_noise(one, other), settings)
-    later = max(settings.tolerance, NOISE * noise(one, other))
-    seen, alone = subject.on_one_rank(one)
+    _check_steady(first_noise(reference, other), settings)
+    later = max(settings.tolerance, NOISE * noise(reference, other))
+    seen, alone = subject.on_one_rank(reference)
     say(f"running plan {plan if isinstance(plan, str) else getattr(plan, 'name', str(plan))!r} beside it")
-    laid, mine = subject.under(plan, one, transport, seen)
-    found = over_ranks(mine, transport, one, seen)
+    laid, mine = subject.under(plan, reference, transport, seen)
+    differences = over_ranks(mine, transport, reference, seen)
     graphs = subject.captured.graphs
     fault = suspects(graphs[True], graphs[False], alone, settings.tolerance, later)
     if fault is not None:
         fault = subject.misread(fault, seen)
     else:
-        fault = suspects(graphs[True], graphs[False], found, settings.tolerance, later)
+        fault = suspects(graphs[True], graphs[False], differences, settings.tolerance, later)
         if fault is not None:
             say("looking for the layer at fault")
-            fault = subject.narrowed(fault, one, laid.plan, transport, later)
+            fault = subject.narrowed(fault, reference, laid.plan, transport, later)
     say("")
     return Verdict(
         model=settings.name,
         plan=laid.plan.name,
         workers=transport.world,
-        input=tuple(one.x.shape),
+        input=tuple(reference.x.shape),
         dtype=str(settings.dtype).removeprefix("torch."),
         steps=settings.steps,
         tolerance=settings.tolerance,
         later_tolerance=later,
         batch_norm=settings.batch_norm,
         seed=settings.seed,
-        output=found.get(("output", "")),
-        loss=found["loss", ""],
-        input_gradient=found.get(("input gradient", "")),
-        evaluation=found.get(("later evaluation", "")),
-        rows=rows(graphs[True], laid.plan, found),
+        output=differences.get(("output", "")),
+        loss=differences["loss", ""],
+        input_gradient=differences.get(("input gradient", "")),
+        evaluation=differences.get(("later evaluation", "")),
+        rows=rows(graphs[True], laid.plan, differences),
         culprit=None if fault is None else _culprit(fault, laid.plan, graphs),
         versions=versions(),
     )
@@ -219,29 +219,31 @@ class _Subject:
         how = self.settings
         return lay(captured, plan, transport, batch_norm=how.batch_norm, seed=how.seed, recompute=how.recompute)
 
-    def on_one_rank(self, one: OneDevice, captured: Captured | None = None, *, steps: int = 0) -> tuple[Seen, Found]:
+    def on_one_rank(
+        self, reference: OneDevice, captured: Captured | None = None, *, steps: int = 0
+    ) -> tuple[Seen, Differences]:
         """The captured network on one rank: the value of every layer, and its differences from the module."""
         captured = captured or self.captured
         transport, seen = MemoryTransport(Hub(), 0, 1), Seen()
         with _quiet():  # it has nothing to say that the plan's own network does not say
             alone = self.lay(captured, "data", transport)
-        found, _ = compare(one, alone, transport, tail=captured.tail, record=seen, steps=steps)
-        return seen, found
+        differences, _ = compare(reference, alone, transport, tail=captured.tail, record=seen, steps=steps)
+        return seen, differences
 
     def under(
-        self, plan: str | Path | Plan, one: OneDevice, transport: Transport, seen: Seen
-    ) -> tuple[ParallelModule, Found]:
+        self, plan: str | Path | Plan, reference: OneDevice, transport: Transport, seen: Seen
+    ) -> tuple[ParallelModule, Differences]:
         """The network under the plan, and this rank's differences: first as it always runs, then layer by layer.
 
         Twice, because a network whose layers are watched is differentiated one by one, and otherwise in chains.
         """
         tail = self.captured.tail
         laid = self.lay(self.captured, plan, transport)
-        found, _ = compare(one, laid, transport, tail=tail)
+        differences, _ = compare(reference, laid, transport, tail=tail)
         with _quiet():
             watched = self.lay(self.captured, plan, transport)
-        more, _ = compare(one, watched, transport, tail=tail, against=seen, steps=0)
-        return laid, largest(found, more)
+        more, _ = compare(reference, watched, transport, tail=tail, against=seen, steps=0)
+        return laid, largest(differences, more)
 
     def misread(self, fault: Suspects, seen: Seen) -> Suspects:
         """Where the captured network itself is not the module: the first module that has another output."""
@@ -255,28 +257,32 @@ class _Subject:
                     return Suspects((layer.name,), "capture", difference)
         return replace(fault, fault="capture")
 
-    def narrowed(self, fault: Suspects, one: OneDevice, plan: Plan, transport: Transport, later: float) -> Suspects:
+    def narrowed(
+        self, fault: Suspects, reference: OneDevice, plan: Plan, transport: Transport, later: float
+    ) -> Suspects:
         """A closer look at what comes after the steps, and at a value of several readers. A collective."""
         if fault.after_steps:
             graphs = self.captured.graphs
-            _, alone = self.on_one_rank(one, steps=one.steps)
+            _, alone = self.on_one_rank(reference, steps=reference.steps)
             also = suspects(graphs[True], graphs[False], alone, self.settings.tolerance, later)
             return fault if also is None else replace(also, fault="capture")
         if fault.value is None or len(fault.layers) == 1:
             return fault
-        guilty = self._guilty_readers(fault.value, one, plan, transport)
+        guilty = self._guilty_readers(fault.value, reference, plan, transport)
         return replace(fault, layers=guilty or fault.layers)
 
-    def _guilty_readers(self, value: str, one: OneDevice, plan: Plan, transport: Transport) -> tuple[str, ...]:
+    def _guilty_readers(self, value: str, reference: OneDevice, plan: Plan, transport: Transport) -> tuple[str, ...]:
         """Of the layers that read a value those whose own share of its gradient is wrong."""
         graph, copies = with_readers_apart(self.captured.graphs[True], value)
         captured = replace(self.captured, graphs={**self.captured.graphs, True: graph})
-        seen, _ = self.on_one_rank(one, captured)
+        seen, _ = self.on_one_rank(reference, captured)
         with _quiet():
             laid = self.lay(captured, plan, transport)
-        mine, _ = compare(one, laid, transport, tail=captured.tail, against=seen, steps=0)
-        found = over_ranks(mine, transport, one, seen)
-        return tuple(layer for copy, layer in copies.items() if found["value gradient", copy] > self.settings.tolerance)
+        mine, _ = compare(reference, laid, transport, tail=captured.tail, against=seen, steps=0)
+        differences = over_ranks(mine, transport, reference, seen)
+        return tuple(
+            layer for copy, layer in copies.items() if differences["value gradient", copy] > self.settings.tolerance
+        )
 
 
 def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings) -> _Subject:
@@ -353,7 +359,7 @@ def _check_steady(noise: float, settings: _Settings) -> None:
         )
 
 
-def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences, ...]:
+def rows(graph: LayerGraph, plan: Plan, differences: Differences) -> tuple[LayerDifferences, ...]:
     """One per layer, with the states that it is the first to use; then the states that belong to no layer."""
     users, cuts = users_of(graph), dict(plan.layers)
 
@@ -363,7 +369,7 @@ def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences,
 
     kinds: dict[Kind, str] = {"gradient": "parameter_gradient", "buffer": "buffers", "later state": "after_steps"}
     numbers: dict[str, dict[str, float]] = {}
-    for (kind, name), difference in found.items():
+    for (kind, name), difference in differences.items():
         if kind in kinds:
             of = numbers.setdefault(home(name), {})
             of[kinds[kind]] = max(of.get(kinds[kind], 0.0), difference)
@@ -372,8 +378,8 @@ def rows(graph: LayerGraph, plan: Plan, found: Found) -> tuple[LayerDifferences,
             layer=layer.name,
             op=layer.op,
             cut=str(cuts.get(layer.name, Cut())),
-            output=found.get(("value", layer.name)),
-            output_gradient=found.get(("value gradient", layer.name)),
+            output=differences.get(("value", layer.name)),
+            output_gradient=differences.get(("value gradient", layer.name)),
             **numbers.pop(layer.name, {}),
         )
         for layer in graph.layers

@@ -11,7 +11,7 @@ Parameters bear the names under which these networks' weights are commonly publi
 
 from typing import TYPE_CHECKING
 
-from shoal.zoo.registry import build, names
+from shoal.zoo.by_name import build, names
 
 if TYPE_CHECKING:
     from shoal.zoo._acoustic import acoustic
@@ -28,7 +28,7 @@ else:
 
     def __getattr__(name):
         if name in names():
-            from shoal.zoo.registry import zoo_factory
+            from shoal.zoo.by_name import zoo_factory
 
             return zoo_factory(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-LOADED = ["torch.export._trace", "shoal.cli.main", "shoal.training.start", "shoal.training.replicated"]
+LOADED = ["torch.export._trace", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"]
 _numbers = count()
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.exchanging.compression import make_codec
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of
@@ -47,6 +49,8 @@ SETTINGS = [
     "--momentum",
     "0.5",
 ]
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+"""Cases that differ little from others."""
 GROUPS = ["--replicas", "2", "--workers", "4", "--plan"]
 LONG = ["--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000"]
 SAVING = ["--epochs", "4000", "--eval-every", "50", "--checkpoint-every", "50"]
@@ -65,35 +69,96 @@ def test_one_replica_of_every_exchange_is_plain_training_to_the_bit(
         "plain": [],
         "allreduce": ["--exchange", "allreduce"],
         "backup": ["--exchange", "backup", "--exchange-options", "backups=0"],
+        "sync": ["--exchange", "sync", "--exchange-options", "shards=2"],
         "downpour": ["--exchange", "downpour"],
         "periods": ["--exchange", "downpour", "--exchange-options", "n_sync=3,servers=processes,shards=2"],
+        "softsync": ["--exchange", "softsync"],
+        "hogwild": ["--exchange", "hogwild"],
+        "local": ["--exchange", "local", "--exchange-options", "period=3"],
+        "once": ["--exchange", "local", "--exchange-options", "average=once"],
+        "gossip": ["--exchange", "gossip"],
     }
     for name, options in runs.items():
         run = shoal("train", *mine, "--epochs", "2", *options, "--out", name)
         assert run.returncode == 0, run.stderr
     expected = load_file(tmp_path / "plain" / "model.safetensors")
     for name in runs:
-        found = load_file(tmp_path / name / "model.safetensors")
-        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+        weights = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(weights[key], expected[key]) for key in expected), name
         accuracies = [line["test_accuracy"] for line in metrics_of(tmp_path / name) if line["event"] == "test"]
         assert accuracies == [
             line["test_accuracy"] for line in metrics_of(tmp_path / "plain") if line["event"] == "test"
         ]
 
 
-def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    for name, options in (("one", []), ("two", ["--replicas", "2"]), ("groups", ["--replicas", "2", "--workers", "4"])):
+def test_two_replicas_in_step_are_one_with_the_whole_batch(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    two, groups = ["--replicas", "2"], ["--replicas", "2", "--workers", "4"]
+    sync = ["--exchange", "sync", "--exchange-options"]
+    runs = {
+        "one": [],
+        "two": two,
+        "groups": groups,
+        "sync": [*two, *sync, "shards=2"],
+        "sync-groups": [*groups, *sync, "servers=threads"],
+    }
+    for name, options in runs.items():
         run = shoal("train", *mine, "--epochs", "2", *options, "--out", name)
         assert run.returncode == 0, run.stderr
     expected = load_file(tmp_path / "one" / "model.safetensors")
-    for name in ("two", "groups"):
-        found = load_file(tmp_path / name / "model.safetensors")
+    for name in list(runs)[1:]:
+        weights = load_file(tmp_path / name / "model.safetensors")
         for key in expected:
-            torch.testing.assert_close(found[key], expected[key], rtol=2e-3, atol=2e-5)
+            torch.testing.assert_close(weights[key], expected[key], rtol=2e-3, atol=2e-5)
         result = result_of(tmp_path / name)
-        assert (result["exchange"], result["replicas"], result["samples"]) == ("allreduce", 2, 160)
+        exchange = "sync" if name.startswith("sync") else "allreduce"
+        assert (result["exchange"], result["replicas"], result["samples"]) == (exchange, 2, 160)
         sent = result["bytes_per_step"]
-        assert sent["predicted"] == sent["counted"] > 0
+        if exchange == "allreduce":
+            assert sent["predicted"] == sent["counted"] > 0
+        else:  # what is fetched to begin with, to test and to save, comes on top of the steps
+            assert 0 < sent["predicted"] <= sent["counted"] <= 1.5 * sent["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "options", "workers"),
+    [
+        ("allreduce", "compress=int8", "2"),
+        ("allreduce", "compress=sign", "4"),
+        ("sync", "compress=bf16", "2"),
+        ("downpour", "compress=topk,density=0.1", "2"),
+        ("downpour", "compress=sign,n_sync=1,servers=threads,shards=1", "2"),
+    ],
+)
+def test_compressed_replicas_learn_and_send_what_was_predicted(
+    shoal: Shoal, mine: list[str], tmp_path: Path, exchange: str, options: str, workers: str
+) -> None:
+    chosen = ["--replicas", "2", "--workers", workers, "--exchange", exchange, "--exchange-options", options]
+    run = shoal("train", *mine, "--epochs", "6", *chosen, "--out", "run")
+    assert run.returncode == 0, run.stderr
+    result = result_of(tmp_path / "run")
+    assert result["test_accuracy"] > 0.5
+    name = options.split(",")[0].removeprefix("compress=")
+    assert result["exchanged"]["options"]["compress"] == name
+    where = "threads" if "threads" in options else "processes"
+    assert result["exchanged"]["servers"] == ("none" if exchange == "allreduce" else where)
+    sent = result["bytes_per_step"]
+    parameters = sum(weight.numel() for weight in load_file(tmp_path / "run" / "model.safetensors").values())
+    if exchange != "allreduce":  # weights come back whole, and some are fetched to begin with, to test and to save
+        pushed = make_codec(name, 0.1).nbytes(parameters, torch.float32)  # type: ignore[arg-type]
+        assert sent["predicted"] == pushed + 4 * parameters
+        assert sent["predicted"] <= sent["counted"] <= 1.5 * sent["predicted"]
+    elif workers == "2":
+        assert sent["predicted"] == sent["counted"] == parameters + 4 * -(-parameters // 512)
+    else:  # a replica of two workers has a block that is not full on each, and bytes that are not
+        assert sent["predicted"] <= sent["counted"] <= sent["predicted"] + 5
+
+
+def test_compression_in_shared_memory_is_refused(shoal: Shoal, mine: list[str]) -> None:
+    options = ["--exchange", "downpour", "--exchange-options", "compress=int8,servers=direct"]
+    run = shoal("train", *mine, "--replicas", "2", *options, "--out", "run")
+    assert run.returncode == 2
+    assert "in shared memory nothing is sent" in run.stderr
+    assert "servers=processes" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -102,25 +167,39 @@ def test_allreduce_of_two_replicas_is_one_with_the_whole_batch(shoal: Shoal, min
         ["--replicas", "2", "--exchange", "downpour"],
         ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "servers=threads,n_sync=2"],
         ["--replicas", "2", "--exchange", "dasgd", "--exchange-options", "servers=processes,density=0.1"],
+        ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "overlap=true,n_push=2"],
         ["--replicas", "3", "--exchange", "backup"],
+        [*GROUPS, "data", "--exchange", "downpour", "--exchange-options", "overlap=true,servers=processes"],
         [*GROUPS, "data", "--exchange", "downpour", "--exchange-options", "max_staleness=0"],
         [*GROUPS, "model", "--exchange", "dasgd"],
         [*GROUPS, "data", "--exchange", "backup", "--exchange-options", "backups=0"],
+        ["--replicas", "2", "--exchange", "softsync"],
+        ["--replicas", "2", "--exchange", "hogwild"],
+        ["--replicas", "2", "--exchange", "easgd", "--exchange-options", "servers=threads"],
+        ["--replicas", "2", "--exchange", "local", "--exchange-options", "average=once"],
+        ["--replicas", "2", "--exchange", "gossip", "--exchange-options", "mode=pair"],
+        thorough([*GROUPS, "data", "--exchange", "softsync", "--exchange-options", "servers=processes"]),
+        thorough([*GROUPS, "model", "--exchange", "hogwild"]),
+        thorough([*GROUPS, "model", "--exchange", "easgd"]),
+        [*GROUPS, "data", "--exchange", "admm"],
+        [*GROUPS, "data", "--exchange", "local", "--exchange-options", "period=3"],
+        [*GROUPS, "model", "--exchange", "gossip"],
+        thorough([*GROUPS, "data", "--exchange", "gossip", "--exchange-options", "period=1"]),
     ],
     ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
 )
 def test_replicas_share_one_budget_of_samples(
     shoal: Shoal, mine: list[str], tmp_path: Path, options: list[str]
 ) -> None:
-    run = shoal("train", *mine, "--epochs", "3", *options, "--out", "run")
+    run = shoal("train", *mine, "--epochs", "3", "--lr", "0.04", *options, "--out", "run")
     assert run.returncode == 0, run.stderr
     result = result_of(tmp_path / "run")
     assert result["samples"] == 240
     assert result["exchanged"]["repeated"] == 0
     each = result["exchanged"]["replicas"].values()
     share = 4  # samples of a replica's batch: 8 over two that count
-    assert sum(one["steps"] - one["dropped"] for one in each) * share == 240
-    assert sum(result["staleness"]["histogram"].values()) == sum(one["updates"] for one in each)
+    assert sum(report["steps"] - report["dropped"] for report in each) * share == 240
+    assert sum(result["staleness"]["histogram"].values()) == sum(report["updates"] for report in each)
     assert len([line for line in metrics_of(tmp_path / "run") if line["event"] == "test"]) == 3
     assert result["test_accuracy"] > 0.5
     assert (tmp_path / "run" / "plan.json").exists()
@@ -130,25 +209,27 @@ def test_replicas_share_one_budget_of_samples(
 
 def left_behind() -> list[Path]:
     """Folders of shared weights whose run is over."""
-    found = []
+    folders = []
     for alive in Path("/dev/shm").glob("shoal-shared-*/alive"):
         with suppress(BlockingIOError, FileNotFoundError), alive.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.append(alive.parent)
-    return found
+            folders.append(alive.parent)
+    return folders
 
 
 def ranks_of(run: Begun) -> list[psutil.Process]:
     """The processes that train, in the order of their start."""
-    found = [
+    ranks = [
         child for child in psutil.Process(run.pid).children() if "multiprocessing.spawn" in " ".join(child.cmdline())
     ]
-    return sorted(found, key=lambda child: (child.create_time(), child.pid))
+    return sorted(ranks, key=lambda child: (child.create_time(), child.pid))
 
 
 def servers_of(run: Begun) -> list[psutil.Process]:
     return [
-        child for child in psutil.Process(run.pid).children() if "shoal.exchanging.serve" in " ".join(child.cmdline())
+        child
+        for child in psutil.Process(run.pid).children()
+        if "shoal.exchanging.servers.process" in " ".join(child.cmdline())
     ]
 
 
@@ -157,9 +238,9 @@ def wait_for(condition: Callable[[], Any], run: Begun, seconds: float = 90.0) ->
     while time.monotonic() < deadline:
         if run.poll() is not None:
             raise AssertionError(f"the run ended early: {run.communicate()}")
-        found = condition()
-        if found:
-            return found
+        outcome = condition()
+        if outcome:
+            return outcome
         time.sleep(0.05)
     raise AssertionError("nothing happened")
 
@@ -189,12 +270,20 @@ EXCHANGES = [
     ["2", "downpour"],
     ["2", "downpour", "servers=processes,shards=2"],
     ["2", "dasgd", "servers=processes,density=0.1"],
-    ["2", "backup", "backups=0"],
+    ["2", "backup", "backups=0,shards=2"],
     ["4", "downpour", "servers=processes"],
+    thorough(["2", "softsync"]),
+    thorough(["2", "hogwild"]),
+    ["2", "easgd"],
+    ["2", "admm", "delay=4,shards=2"],
+    ["2", "gossip"],
+    ["2", "local"],
+    thorough(["4", "local", "period=3"]),
+    thorough(["4", "gossip", "period=1"]),
 ]
 
 
-@pytest.mark.parametrize("options", EXCHANGES, ids=["direct", "processes", "sparse", "backup", "groups"])
+@pytest.mark.parametrize("options", EXCHANGES, ids="-".join)
 def test_the_others_go_on_when_a_replica_freezes_and_when_it_is_killed_and_the_run_after_a_stop(
     shoal: Shoal, mine: list[str], tmp_path: Path, options: list[str]
 ) -> None:
@@ -224,7 +313,7 @@ def test_the_others_go_on_when_a_replica_freezes_and_when_it_is_killed_and_the_r
     assert run.returncode == 130, printed
     assert "replica 1 was lost" in printed[0]
     assert "shoal train --resume run" in printed[1]
-    if not more or name == "backup":  # the others are saved and read alike
+    if not more or name in ("backup", "admm"):  # the others are saved and read alike
         goes_on_after_a_stop(shoal, out, 20)
 
 
@@ -241,6 +330,145 @@ def test_a_gradient_of_a_group_that_is_too_stale_is_told_as_dropped(mine: list[s
         run.wait()
 
 
+HANGING = """
+import os, time
+from torch import nn
+
+class Hanging(nn.Module):
+    def forward(self, x):
+        if os.path.exists("hangs") and open("hangs").read() == str(os.getpid()):
+            time.sleep(1000)
+        return x
+
+def net(input, classes):
+    return nn.Sequential(Hanging(), nn.Flatten(), nn.Linear(64, classes))
+"""
+
+
+@pytest.mark.parametrize("options", [["downpour"], ["backup", "backups=0"]], ids=lambda options: options[0])
+def test_a_worker_that_hangs_is_told_of_and_its_batch_goes_to_another(
+    mine: list[str], tmp_path: Path, options: list[str]
+) -> None:
+    """Its main thread sleeps in forward; the thread of its pulse lives on."""
+    (tmp_path / "mine.py").write_text(HANGING)
+    name, *more = options
+    chosen = ["--replicas", "2", "--exchange", name, "--exchange-options", ",".join(["heartbeat=1", *more])]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, *chosen, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        (tmp_path / "written").write_text(str(ranks_of(run)[1].pid))
+        (tmp_path / "written").rename(tmp_path / "hangs")
+        wait_for(lambda: [line for line in lines(out, "frozen") if line["replica"] == 1], run)
+        wait_for(under_way(out, [0]), run)
+        goes_on(out, run)
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130, printed
+    assert "replica 1 gives no sign of life" in printed[0]
+
+
+def test_nothing_stays_of_a_run_whose_launcher_is_killed(mine: list[str], tmp_path: Path) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", "--exchange", "downpour", "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        shared = Path(json.loads((out / "meeting.json").read_text())["shared"])
+        assert shared.is_dir()
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert len(family) >= 3  # two replicas, and who watches over the folder
+    finally:
+        run.kill()
+        run.communicate()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert not shared.exists()
+
+
+def test_the_end_of_the_terminal_stops_a_run_in_good_order(mine: list[str], tmp_path: Path) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "2", "--exchange", "downpour", "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        shared = Path(json.loads((out / "meeting.json").read_text())["shared"])
+        run.send_signal(signal.SIGHUP)
+        printed = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.communicate()
+    assert run.returncode == 130, printed
+    assert (out / "checkpoint.pt").exists()
+    assert not shared.exists()
+
+
+def test_one_replica_that_is_preempted_leaves_and_the_others_go_on(mine: list[str], tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--exchange", "downpour", "--exchange-options", "n_sync=3"]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, *options, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        victim = ranks_of(run)[1]
+        victim.terminate()
+        wait_for(lambda: lines(out, "left"), run)
+        goes_on(out, run)
+        assert lines(out, "steps")[-1]["active"] == [0]
+        assert not lines(out, "lost")
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130, printed
+    assert "shoal train --resume run" in printed[1]
+
+
+def test_a_run_goes_on_with_a_replica_that_joined_when_those_that_it_began_with_are_gone(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, "--replicas", "1", "--exchange", "downpour", "--out", "run")
+    out = tmp_path / "run"
+    late = None
+    try:
+        wait_for(under_way(out, [0]), run)
+        late = begin(tmp_path, "shoal", "train", "--join", "run")
+        wait_for(under_way(out, [0, 1]), run)
+        ranks_of(run)[0].kill()
+        wait_for(lambda: lines(out, "lost"), run)
+        goes_on(out, run)
+        assert lines(out, "steps")[-1]["active"] == [1]
+        printed = end(run)
+        assert late.communicate(timeout=30)[1] == ""
+    finally:
+        for process in (run, late):
+            if process is not None:
+                process.kill()
+                process.wait()
+    assert run.returncode == 130, printed
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    again = shoal("train", "--resume", "run", "--epochs", str(saved["steps"] // 10 + 2))
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_folder_belongs_to_one_run_of_replicas(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--exchange", "downpour", "--out", "run"]
+    run = begin(tmp_path, "shoal", "train", *mine, *SAVING, *options)
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        again = shoal("train", *mine, *SAVING, *options)
+        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
+        resumed = shoal("train", "--resume", "run")
+        goes_on(out, run)
+        end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert (again.returncode, resumed.returncode) == (2, 2)
+    assert f"--out 'run': another run is under way there (process {run.pid}" in again.stderr
+    assert f"--resume 'run': that run is still under way (process {run.pid}" in resumed.stderr
+
+
 def goes_on(out: Path, run: Begun) -> None:
     before = lines(out, "steps")[-1]["step"]
     wait_for(lambda: lines(out, "steps")[-1]["step"] > before + 50, run)
@@ -248,8 +476,19 @@ def goes_on(out: Path, run: Begun) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["downpour"], ["dasgd", "servers=processes,density=0.1"], ["backup", "backups=0"]],
-    ids=lambda options: options[0],
+    [
+        ["downpour"],
+        ["dasgd", "servers=processes,density=0.1"],
+        ["backup", "backups=0"],
+        thorough(["softsync"]),
+        thorough(["hogwild"]),
+        ["easgd"],
+        thorough(["admm"]),
+        ["gossip"],
+        ["local"],
+        thorough(["local", "average=once"]),
+    ],
+    ids="-".join,
 )
 def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path: Path, options: list[str]) -> None:
     name, *more = options
@@ -262,15 +501,16 @@ def test_a_replica_joins_a_run_under_way_and_leaves_it(mine: list[str], tmp_path
         late = begin(tmp_path, "shoal", "train", "--join", "run")
         wait_for(under_way(out, [0, 1]), run)
         assert [line["replica"] for line in lines(out, "joined")] == [0, 1]
+        wait_for(lambda: lines(out, "steps")[-1]["updates"].get("1"), run)  # it has begun
         goes_on(out, run)
         end(run)
         assert late.communicate(timeout=30)[1] == ""
         assert late.returncode == 0
     finally:
-        for one in (run, late):
-            if one is not None:
-                one.kill()
-                one.wait()
+        for process in (run, late):
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 def broken(folder: Path, options: list[str], break_it: Callable[[Begun], None]) -> tuple[str, str]:
@@ -332,8 +572,9 @@ def test_a_server_that_freezes_is_told_of_and_goes_on_when_it_wakes(mine: list[s
     assert "server 0 gives no sign of life" in printed[0]
 
 
+@pytest.mark.parametrize("compress", ["none", "sign"])
 def test_allreduce_takes_no_replica_late_ends_when_one_is_killed_and_can_go_on(
-    shoal: Shoal, mine: list[str], tmp_path: Path
+    shoal: Shoal, mine: list[str], tmp_path: Path, compress: str
 ) -> None:
     refused = []
 
@@ -341,7 +582,7 @@ def test_allreduce_takes_no_replica_late_ends_when_one_is_killed_and_can_go_on(
         refused.append(shoal("train", "--join", "run"))
         ranks_of(run)[1].kill()
 
-    printed = broken(tmp_path, mine, join_then_kill)
+    printed = broken(tmp_path, [*mine, "--exchange-options", f"compress={compress}"], join_then_kill)
     assert refused[0].returncode == 2
     assert "'allreduce' takes no replica late" in refused[0].stderr
     assert "rank 1 was killed by signal SIGKILL" in printed[1]
@@ -384,7 +625,7 @@ def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     result = result_of(out)
     assert result["samples"] == epochs * 80
     # Of both parts; what was in flight at the stop may have been trained on twice.
-    assert sum(one["steps"] for one in result["exchanged"]["replicas"].values()) * 4 >= result["samples"]
+    assert sum(report["steps"] for report in result["exchanged"]["replicas"].values()) * 4 >= result["samples"]
     assert [event["what"] for event in result["exchanged"]["events"]].count("joined") == 4
     return str(epochs)
 
@@ -405,8 +646,8 @@ def test_a_stopped_allreduce_goes_on_as_if_it_had_never_stopped(shoal: Shoal, mi
     whole = shoal("train", *options, "--epochs", epochs, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     expected = load_file(tmp_path / "whole" / "model.safetensors")
-    found = load_file(out / "model.safetensors")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    weights = load_file(out / "model.safetensors")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_slow_replica_does_less_and_holds_up_nobody(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
@@ -438,23 +679,18 @@ def test_after_a_warm_start_the_others_begin_with_its_weights(shoal: Shoal, mine
     assert result["staleness"]["max"] <= 200  # batches after the warm start; a gradient of before is 400 old
 
 
-def test_server_momentum_is_warned_of(shoal: Shoal, mine: list[str]) -> None:
-    run = shoal(
-        "train",
-        *mine,
-        "--epochs",
-        "1",
-        "--replicas",
-        "2",
-        "--exchange",
-        "downpour",
-        "--momentum",
-        "0.9",
-        "--out",
-        "run",
-    )
+def test_rates_are_made_of_one_workers_and_told_of(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    asynchronous = [*mine, "--epochs", "1", "--replicas", "2", "--exchange", "downpour", "--momentum", "0.9"]
+    run = shoal("train", *asynchronous, "--out", "own")
+    assert run.returncode == 0, run.stderr
+    told = " ".join(run.stdout.split())
+    assert "downpour with 2 replicas has lr 0.01 in the place of 0.02, momentum 0.8 in the place of 0.9" in told
+    assert lines(tmp_path / "own", "steps")[0]["lr"] < 0.01
+    run = shoal("train", *asynchronous, "--exchange-options", "rates=given", "--out", "given")
     assert run.returncode == 0, run.stderr
     assert "momentum 0.9 at the server" in run.stdout
+    exact = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--out", "exact")
+    assert "in the place of" not in exact.stdout
 
 
 def test_a_loss_that_is_no_number_ends_the_run(shoal: Shoal, mine: list[str]) -> None:
@@ -520,10 +756,11 @@ def test_torchrun_starts_replicas_too(mine: list[str], tmp_path: Path) -> None:
         assert result_of(tmp_path / name)["samples"] == 160
 
 
-@pytest.mark.parametrize("name", ["downpour", "allreduce", "dasgd", "backup"])
-def test_the_example_script_runs_under_every_exchange(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["downpour", "allreduce", "dasgd", "backup", "sync"])
+def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "exchange_script.py"
     run = begin(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", str(script), name)
     printed = run.communicate(timeout=120)
     assert run.returncode == 0, printed[1]
     assert printed[0].count("updates") == 2
+    assert len(set(re.findall(r"accuracy (\d\.\d+)", printed[0]))) == 1

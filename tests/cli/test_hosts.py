@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,8 +117,52 @@ def test_replicas_on_two_hosts_train_together(
     assert result["test_accuracy"] > 0.5
 
 
+def test_servers_are_on_all_hosts(start: Start, hosts: list[Host], mine: list[str], tmp_path: Path) -> None:
+    options = ["--exchange", "downpour", "--exchange-options", "servers=processes,shards=3"]
+    first, second = start(*mine, *LONG, "--replicas", "2", *options, "--out", "run")
+    out = tmp_path / "run"
+    wait_for(under_way(out, [0, 1]), first)
+    assert [len(servers_on(host)) for host in hosts] == [2, 1]
+    first.send_signal(signal.SIGINT)
+    printed = first.communicate(timeout=60)
+    assert first.returncode == 130, printed
+    assert "without a result" in second.communicate(timeout=60)[1]
+    assert not psutil.wait_procs([one for host in hosts for one in servers_on(host)], timeout=30)[1]
+
+
+def servers_on(host: Host) -> list[psutil.Process]:
+    return [one for one in processes_on(host) if "servers.process" in " ".join(one.cmdline())]
+
+
 def pull_the_cable(host: Host, *, pulled: bool) -> None:
     subprocess.run([*host.prefix, "ip", "link", "set", DEVICE, "down" if pulled else "up"], check=True)
+
+
+CUT_SECONDS = 40.0
+
+
+def test_a_cut_that_is_shorter_than_the_time_out_ends_nothing(
+    start: Start, hosts: list[Host], mine: list[str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Replicas and servers on both sides of it: nobody can go on, and all do when it is over."""
+    only_thorough(pytestconfig)
+    options = ["--exchange", "downpour", "--exchange-options", "heartbeat=1,servers=processes,shards=2"]
+    first, second = start(*mine, *LONG, "--replicas", "2", *options, "--out", "run")
+    out = tmp_path / "run"
+    wait_for(under_way(out, [0, 1]), first)
+    assert [len(servers_on(host)) for host in hosts] == [1, 1]
+    pull_the_cable(hosts[1], pulled=True)
+    wait_for(lambda: lines(out, "frozen") and lines(out, "server_frozen"), first)
+    time.sleep(CUT_SECONDS)
+    assert second.poll() is None
+    pull_the_cable(hosts[1], pulled=False)
+    wait_for(lambda: lines(out, "back") and lines(out, "server_back"), first)
+    wait_for(under_way(out, [0, 1]), first)
+    goes_on(out, first)
+    assert not lines(out, "lost")
+    first.send_signal(signal.SIGINT)
+    printed = first.communicate(timeout=60)
+    assert first.returncode == 130, printed
 
 
 @pytest.mark.parametrize("servers", ["processes", "threads"])

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
     assert result_of(tmp_path / "a")["final_loss"] == result_of(tmp_path / "b")["final_loss"]
+
+
+def test_a_run_that_learns_nothing_is_told_of(shoal: Shoal, tiny: str) -> None:
+    run = shoal("train", "--data", tiny, "--epochs", "2", "--batch", "16", "--lr", "1e-12", "--out", "run")
+    assert run.returncode == 0, run.stderr
+    assert "is that of guessing among 4 classes" in " ".join(run.stdout.split())
 
 
 def test_training_from_python_leaves_torch_as_it_was(
@@ -222,3 +229,69 @@ def test_a_damaged_checkpoint_is_named(shoal: Shoal, tiny: str, tmp_path: Path) 
     assert run.returncode == 2
     assert "checkpoint.pt" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_a_folder_belongs_to_one_run_until_that_ends_however_it_does(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    settings = ["--data", tiny, *LONG, "--threads", "1", "--checkpoint-every", "9000", "--epochs", "9000"]
+    metrics = tmp_path / "o" / "metrics.jsonl"
+
+    def while_it_goes_on(begun: tuple[str, ...], tried: tuple[str, ...], number: signal.Signals) -> str:
+        """What a second command says while a first uses the folder, which then gets a signal."""
+        run = begin(tmp_path, "shoal", "train", *begun)
+        try:
+            before = metrics.stat().st_size if metrics.exists() else 0
+            wait_until(lambda: metrics.exists() and metrics.stat().st_size > before + 2000)
+            second = shoal("train", *tried)
+            assert run.poll() is None
+            run.send_signal(number)
+            run.wait(60)
+        finally:
+            run.kill()
+            run.wait()
+        assert second.returncode == 2
+        return second.stderr.replace(f"process {run.pid} on", "process P on")
+
+    new = (*settings, "--out", "o")
+    assert "--out 'o': another run is under way there (process P on" in while_it_goes_on(new, new, signal.SIGINT)
+    resume = ("--resume", "o")
+    message = while_it_goes_on(resume, resume, signal.SIGKILL)
+    assert "--resume 'o': that run is still under way (process P on" in message
+    saved = torch.load(tmp_path / "o" / "checkpoint.pt", weights_only=True)
+    (tmp_path / "o" / ".checkpoint.pt.1234.tmp").write_bytes(b"half")
+    after = shoal("train", "--resume", "o", "--epochs", str(saved["position"]["epoch"] + 1))
+    assert after.returncode == 0, after.stderr
+    assert not [path.name for path in (tmp_path / "o").iterdir() if path.name.startswith(".")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("exchange", [[], ["--exchange", "downpour"]], ids=["plain", "downpour"])
+@pytest.mark.parametrize("left", [None, 100], ids=["gone", "shorter"])
+def test_a_run_goes_on_without_lines_of_metrics_that_are_gone_and_says_so(
+    shoal: Shoal, tiny: str, tmp_path: Path, exchange: list[str], left: int | None
+) -> None:
+    settings = ["--data", tiny, "--epochs", "1", "--batch", "16", "--log-every", "1", "--threads", "1", *exchange]
+    assert shoal("train", *settings, "--out", "o").returncode == 0
+    path = tmp_path / "o" / "metrics.jsonl"
+    before = path.read_bytes()
+    path.unlink()
+    if left is not None:
+        path.write_bytes(before[: len(before) - left])
+    run = shoal("train", "--resume", "o", "--epochs", "2")
+    assert run.returncode == 0, run.stderr
+    assert "metrics.jsonl is not whole" in run.stdout
+    lines = metrics_of(tmp_path / "o")  # whole lines only
+    kept = [] if left is None else [json.loads(line) for line in before[: len(before) - left].splitlines()[:-1]]
+    assert lines[: len(kept)] == kept
+    assert (
+        "lines about the first 5 steps are missing"
+        in next(line for line in lines if line["event"] == "warning")["text"]
+    )
+    assert [line["epoch"] for line in lines if line["event"] == "test"] == [2]

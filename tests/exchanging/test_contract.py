@@ -1,5 +1,7 @@
 """What every exchange keeps, on real links and shared memory: see the first lines of each exchange's file."""
 
+import threading
+import time
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shoal.exchanging.downpour import Downpour
 from tests.exchanging.together import Side, at_once, batch, meeting, network, sgd
 
 pytestmark = pytest.mark.timeout(120)
@@ -15,6 +18,8 @@ pytestmark = pytest.mark.timeout(120)
 ALONE = [
     ("allreduce", 0, {}),
     ("backup", 1, {"backups": 0}),
+    ("sync", 1, {}),
+    ("sync", 3, {}),
     ("downpour", 0, {}),
     ("downpour", 0, {"shards": 3}),
     ("downpour", 1, {}),
@@ -23,6 +28,14 @@ ALONE = [
     ("downpour", 2, {"n_sync": 3}),
     ("downpour", 0, {"n_push": 2, "n_fetch": 4, "rule": "add"}),
     ("dasgd", 0, {"sparse": "none", "decay": "none", "momentum_at": "server", "n_sync": 1}),
+    ("softsync", 0, {}),
+    ("softsync", 2, {}),
+    ("hogwild", 0, {}),
+    ("local", 1, {}),
+    ("local", 2, {"period": 3}),
+    ("local", 0, {"average": "once"}),
+    ("gossip", 0, {}),
+    ("gossip", 0, {"mode": "pair", "period": 1}),
     ("dasgd", 2, {"sparse": "none", "decay": "exponential", "momentum_at": "server", "n_sync": 1}),
 ]
 
@@ -44,15 +57,18 @@ def test_one_replica_is_plain_sgd_to_the_bit(
     name: str, servers: int, options: dict[str, object], momentum: float
 ) -> None:
     with meeting(name, 1, servers=servers, **options) as (side, _):
-        one = side(0, momentum=momentum)
+        replica = side(0, momentum=momentum)
         for number in range(7):
-            assert one.step(*batch(number)) is not False
-        one.exchange.settle()
-        assert torch.equal(one.weights(), plain(7, momentum))
+            assert replica.step(*batch(number)) is not False
+        replica.exchange.flush()
+        replica.exchange.settle()
+        assert torch.equal(replica.weights(), plain(7, momentum))
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize(("name", "servers"), [("allreduce", 0), ("backup", 1), ("backup", 2)])
+@pytest.mark.parametrize(
+    ("name", "servers"), [("allreduce", 0), ("backup", 1), ("backup", 2), ("sync", 1), ("sync", 3)]
+)
 def test_replicas_in_step_are_one_with_a_larger_batch(name: str, servers: int, replicas: int) -> None:
     kind = torch.float64
     model = network(kind)
@@ -68,13 +84,13 @@ def test_replicas_in_step_are_one_with_a_larger_batch(name: str, servers: int, r
     with meeting(name, replicas, servers=servers, **options) as (side, _):
 
         def train(replica: int) -> torch.Tensor:
-            one = side(replica, kind=kind)
+            trained = side(replica, kind=kind)
             for number in range(5):
-                assert one.step(*batch(replicas * number + replica, kind=kind))
-            return one.weights()
+                assert trained.step(*batch(replicas * number + replica, kind=kind))
+            return trained.weights()
 
-        for found in at_once([partial(train, replica) for replica in range(replicas)]):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for weights in at_once([partial(train, replica) for replica in range(replicas)]):
+            torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
 def sides(side: object, count: int, **options: object) -> list[Side]:
@@ -90,7 +106,11 @@ def test_staleness_is_the_updates_in_between(servers: int) -> None:
         assert second.push(1.0)
         assert third.push(1.0)
         assert first.push(1.0)
-        assert [one.exchange.tally.staleness for one in (first, second, third)] == [{0: 1, 2: 1}, {1: 1}, {2: 1}]
+        assert [replica.exchange.tally.staleness for replica in (first, second, third)] == [
+            {0: 1, 2: 1},
+            {1: 1},
+            {2: 1},
+        ]
         first.exchange.settle()
         torch.testing.assert_close(first.weights(), begun - 4.0)
 
@@ -108,6 +128,47 @@ def test_a_gradient_beyond_the_bound_is_dropped_and_not_applied(servers: int) ->
         torch.testing.assert_close(second.weights(), begun - 2.0)
 
 
+def push_often(side: Side) -> None:
+    for _ in range(60):
+        side.push(1.0)
+
+
+@pytest.mark.parametrize(("servers", "options"), [(0, {"shards": 5}), (3, {})])
+def test_a_push_is_applied_by_all_shards_or_by_none(servers: int, options: dict[str, int]) -> None:
+    with meeting("downpour", 3, servers=servers, max_staleness=1, **options) as (side, _):
+        pair = sides(side, 3, kind=torch.float64, momentum=0.0, weight_decay=0.0)
+        begun = pair[0].weights()
+        at_once([partial(push_often, replica) for replica in pair])
+        applied = sum(replica.exchange.tally.updates for replica in pair)
+        assert sum(replica.exchange.tally.dropped for replica in pair) == 180 - applied > 0, "nothing came too late"
+        pair[0].exchange.settle()
+        torch.testing.assert_close(pair[0].weights(), begun - applied)
+
+
+@pytest.mark.parametrize(("servers", "options"), [(0, {"shards": 5}), (3, {})])
+def test_what_is_saved_is_of_one_moment(servers: int, options: dict[str, int]) -> None:
+    """With momentum 1 and gradients of 1, after k updates momentum is k, and weights went k (k + 1) / 2."""
+    with meeting("downpour", 2, servers=servers, **options) as (side, _):
+        pusher, saver = sides(side, 2, kind=torch.float64, momentum=1.0, weight_decay=0.0)
+        begun, over = saver.weights(), threading.Event()
+
+        def push() -> None:
+            while not over.is_set():
+                pusher.push(1.0)
+
+        def save() -> None:
+            try:
+                while pusher.exchange.tally.updates < 60:
+                    time.sleep(0.001)
+                    saver.exchange.settle()
+                    momentum = torch.cat(saver.exchange.replica.remembered("momentum_buffer"))
+                    torch.testing.assert_close(begun - saver.weights(), momentum * (momentum + 1) / 2)
+            finally:
+                over.set()
+
+        at_once([push, save])
+
+
 @pytest.mark.parametrize(("decay", "factor"), [("none", 1.0), ("exponential", 0.5**2), ("inverse", 1 / 2)])
 @pytest.mark.parametrize("sparse", ["none", "topk"])
 @pytest.mark.parametrize("servers", [0, 1])
@@ -120,9 +181,9 @@ def test_a_stale_gradient_is_weakened(
     with meeting("dasgd", 3, servers=servers, momentum_at=momentum_at, **options) as (side, _):
         first, second, third = sides(side, 3, momentum=0.0, weight_decay=0.0)
         begun = third.weights()
-        for one, gradient in ((first, 0.0), (second, 0.0), (third, 1.0)):
+        for replica, gradient in ((first, 0.0), (second, 0.0), (third, 1.0)):
             for _ in range(period):
-                one.push(gradient)
+                replica.push(gradient)
         torch.testing.assert_close(third.weights(), begun - period * factor)
 
 
@@ -143,8 +204,8 @@ def test_pushed_changes_add_up() -> None:
     with meeting("downpour", 2, n_sync=2) as (side, _):
         first, second = sides(side, 2, momentum=0.0, weight_decay=0.0)
         begun = first.weights()
-        for one in (first, second, first, second):
-            one.push(1.0)
+        for replica in (first, second, first, second):
+            replica.push(1.0)
         first.exchange.settle()
         torch.testing.assert_close(first.weights(), begun - 4.0)
         assert second.exchange.tally.staleness == {1: 1}
@@ -161,10 +222,10 @@ def test_adagrad_over_shards_is_adagrad(servers: int, shards: int | None) -> Non
         optimizer.step()
     options = {} if shards is None else {"shards": shards}
     with meeting("downpour", 1, servers=servers, rule="adagrad", **options) as (side, _):
-        one = side(0)
+        replica = side(0)
         for number in range(6):
-            one.step(*batch(number))
-        assert torch.equal(one.weights(), torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+            replica.step(*batch(number))
+        assert torch.equal(replica.weights(), torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
 
 @pytest.mark.parametrize("servers", [0, 2])
@@ -173,7 +234,7 @@ def test_adagrad_over_shards_is_adagrad(servers: int, shards: int | None) -> Non
     [({"n_sync": 1}, "server"), ({"n_sync": 3}, "worker"), ({"n_sync": 3, "rule": "sgd"}, "server")],
 )
 def test_all_switches_off_is_downpour_to_the_bit(servers: int, downpour: dict[str, Any], momentum_at: str) -> None:
-    found = []
+    reached = []
     off: dict[str, Any] = {"sparse": "none", "decay": "none", "momentum_at": momentum_at, "n_sync": downpour["n_sync"]}
     for name, options in (("downpour", downpour), ("dasgd", off)):
         with meeting(name, 2, servers=servers, **options) as (side, _):
@@ -181,31 +242,54 @@ def test_all_switches_off_is_downpour_to_the_bit(servers: int, downpour: dict[st
             for number in range(19):
                 pair[number % 3 % 2].step(*batch(number))
             pair[0].exchange.settle()
-            found.append(pair[0].weights())
-    assert torch.equal(*found)
+            reached.append(pair[0].weights())
+    assert torch.equal(*reached)
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+def test_the_preset_of_the_paper_is_its_options(servers: int) -> None:
+    reached = []
+    for options in ({"preset": "paper"}, {"sparse": "threshold", "momentum_at": "server", "n_sync": 1}):
+        with meeting("dasgd", 2, servers=servers, threshold=0.01, **options) as (side, _):
+            pair = sides(side, 2)
+            applied = [pair[number % 3 % 2].step(*batch(number)) for number in range(9)]
+            assert applied == [True] * 9  # every step is pushed
+            pair[0].exchange.settle()
+            reached.append(pair[0].weights())
+    assert torch.equal(*reached)
 
 
 @pytest.mark.parametrize("options", [{"rule": "sgd", "n_push": 1, "n_fetch": 2}, {"rule": "sgd", "n_sync": 3}, {}])
 def test_what_servers_remember_is_saved_and_given_back(options: dict[str, Any]) -> None:
     kept = "server_momentum" if options else "momentum_buffer"
     with meeting("downpour", 1, **options) as (side, _):
-        one = side(0)
+        replica = side(0)
         for number in range(6):
-            one.step(*batch(number))
-        one.exchange.settle()
-        saved = deepcopy({"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()})
-        momenta = [one.optimizer.state[p][kept].clone() for p in one.model.parameters()]
+            replica.step(*batch(number))
+        replica.exchange.settle()
+        saved = deepcopy({"model": replica.model.state_dict(), "optimizer": replica.optimizer.state_dict()})
+        momenta = [replica.optimizer.state[p][kept].clone() for p in replica.model.parameters()]
         assert any(momentum.any() for momentum in momenta)
         for number in range(6, 12):
-            one.step(*batch(number))
-        one.exchange.settle()
-        expected = one.weights()
+            replica.step(*batch(number))
+        replica.exchange.settle()
+        expected = replica.weights()
     with meeting("downpour", 1, **options) as (side, _):
-        one = side(0, loaded=saved)
+        replica = side(0, loaded=saved)
         for number in range(6, 12):
-            one.step(*batch(number))
-        one.exchange.settle()
-        assert torch.equal(one.weights(), expected)
+            replica.step(*batch(number))
+        replica.exchange.settle()
+        assert torch.equal(replica.weights(), expected)
+
+
+def fetch_changes(side: Side) -> None:
+    """As between two steps: a sparse fetch, where `settle` takes all weights."""
+    exchange = side.exchange
+    assert isinstance(exchange, Downpour)
+    if exchange._local:
+        exchange._push_and_fetch_own(None, push=False, fetch=True)
+    else:
+        exchange._push_and_fetch(None, None, into=exchange.replica.weights)
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -222,62 +306,64 @@ def test_sparse_replicas_over_links_hold_what_the_server_thinks_they_hold(
         apart = torch.linalg.vector_norm(pair[0].weights() - pair[1].weights())
         assert 0 < apart < torch.linalg.vector_norm(pair[0].weights())
         for _ in range(60):  # without new gradients the small changes come through, too
-            pair[0].exchange._settle()  # type: ignore[attr-defined]
+            fetch_changes(pair[0])
         pair[1].exchange.settle()
         assert torch.equal(pair[0].weights(), pair[1].weights())
 
 
 def test_sparse_pushes_send_few_bytes_and_lose_nothing() -> None:
     with meeting("dasgd", 1, servers=1, sparse="topk", density=0.01, decay="none", n_sync=1) as (side, _):
-        one = side(0, momentum=0.0, weight_decay=0.0)
-        begun = one.weights()
-        size = sum(p.numel() for p in one.model.parameters())
+        replica = side(0, momentum=0.0, weight_decay=0.0)
+        begun = replica.weights()
+        size = sum(p.numel() for p in replica.model.parameters())
         torch.manual_seed(0)
         total = torch.zeros(size)
         for _ in range(400):
             flat = torch.randn(size)
             total += flat
-            parts = torch.split(flat, [p.numel() for p in one.model.parameters()])
-            for parameter, part in zip(one.model.parameters(), parts, strict=True):
+            parts = torch.split(flat, [p.numel() for p in replica.model.parameters()])
+            for parameter, part in zip(replica.model.parameters(), parts, strict=True):
                 parameter.grad = part.view_as(parameter).clone()
-            one.exchange.step(1.0)
-        tally = one.exchange.tally
+            replica.exchange.step(1.0)
+        tally = replica.exchange.tally
         assert tally.sent_bytes < 400 * 4 * size / 5
-        kept = torch.cat([left for remainder in one.exchange._remainders for left in remainder.left])  # type: ignore[attr-defined]
-        one.exchange.settle()
+        kept = torch.cat([left for remainder in replica.exchange._remainders for left in remainder.left])  # type: ignore[attr-defined]
+        replica.exchange.settle()
         sent = total - kept  # with one server its slices are the whole tensors, in order
-        torch.testing.assert_close(begun - one.weights(), sent, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(begun - replica.weights(), sent, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("servers", [0, 2])
 def test_sparse_changes_of_several_steps_lose_nothing(servers: int) -> None:
     with meeting("dasgd", 1, servers=servers, sparse="topk", density=0.02, decay="none", n_sync=3) as (side, _):
-        one = side(0, weight_decay=0.0)
-        begun, moved = one.weights(), torch.zeros_like(one.weights())
+        replica = side(0, weight_decay=0.0)
+        begun, moved = replica.weights(), torch.zeros_like(replica.weights())
         for number in range(12):
-            before = one.weights()
+            before = replica.weights()
             x, y = batch(number)
-            one.optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(F.cross_entropy(one.model(x), y))
-            own = torch.cat([p.grad.reshape(-1) for p in one.model.parameters() if p.grad is not None])
-            one.exchange.step(0.1)
+            replica.optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(F.cross_entropy(replica.model(x), y))
+            own = torch.cat([p.grad.reshape(-1) for p in replica.model.parameters() if p.grad is not None])
+            replica.exchange.step(0.1)
             if number % 3 < 2:
-                moved += one.weights() - before
+                moved += replica.weights() - before
             else:  # the last of three: what the optimizer did is known from its momentum
-                momenta = [one.optimizer.state[p]["momentum_buffer"].reshape(-1) for p in one.model.parameters()]
+                momenta = [
+                    replica.optimizer.state[p]["momentum_buffer"].reshape(-1) for p in replica.model.parameters()
+                ]
                 moved -= 0.1 * torch.cat(momenta)
             assert torch.isfinite(own).all()
-        remainders = one.exchange._remainders  # type: ignore[attr-defined]
-        kept = _by_parameter(one, [left for remainder in remainders for left in remainder.left])
-        one.exchange.settle()
-        torch.testing.assert_close(one.weights() - begun, moved - kept, rtol=1e-4, atol=1e-5)
+        remainders = replica.exchange._remainders  # type: ignore[attr-defined]
+        kept = _by_parameter(replica, [left for remainder in remainders for left in remainder.left])
+        replica.exchange.settle()
+        torch.testing.assert_close(replica.weights() - begun, moved - kept, rtol=1e-4, atol=1e-5)
 
 
-def _by_parameter(one: Side, lefts: list[torch.Tensor]) -> torch.Tensor:
+def _by_parameter(replica: Side, lefts: list[torch.Tensor]) -> torch.Tensor:
     """Slices of shards follow the order of parameters, so their remainders do too."""
-    found = torch.cat(lefts)
-    assert found.numel() == one.weights().numel()
-    return found
+    remainders = torch.cat(lefts)
+    assert remainders.numel() == replica.weights().numel()
+    return remainders
 
 
 def test_a_late_gradient_is_never_applied() -> None:
@@ -320,24 +406,25 @@ def test_a_round_of_which_all_gradients_are_lost_is_skipped() -> None:
 def test_a_late_replica_begins_with_the_common_weights() -> None:
     for servers in (0, 2):
         with meeting("downpour", 1, servers=servers) as (side, coordinator):
-            one = side(0)
+            replica = side(0)
             for number in range(4):
-                one.step(*batch(number))
+                replica.step(*batch(number))
             late = side(5, seed=9)
-            assert torch.equal(late.weights(), one.weights())
+            assert torch.equal(late.weights(), replica.weights())
             assert late.step(*batch(4))
             assert coordinator.active() == [0, 5]
 
 
 def test_a_silent_replica_is_frozen_and_comes_back() -> None:
     with meeting("downpour", 1, heartbeat=0.3) as (side, coordinator):
-        one = side(0)
-        assert one.seat._living is not None
-        link, pulse = one.seat._living
+        replica = side(0)
+        assert replica.seat._living is not None
+        link, pulse = replica.seat._living
+        link.send({"ask": "pulse"})  # the first, after which silence counts
         pulse.stop()
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: not coordinator.active(), timeout=5)
-        link.send({})
+        link.send({"ask": "pulse"})
         with coordinator.changed:
             assert coordinator.changed.wait_for(lambda: coordinator.active() == [0], timeout=5)
         assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]

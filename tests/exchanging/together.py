@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from shoal.exchanges import parse_exchange
 from shoal.exchanging import Exchange, Meeting, Replica, Seat, join
-from shoal.exchanging.coordinator import Coordinator
-from shoal.exchanging.serve import serve
-from shoal.exchanging.server import Server
-from shoal.exchanging.shared import SharedFolder
-from shoal.launching.group import store
+from shoal.exchanging.membership.coordinator import Coordinator
+from shoal.exchanging.servers.process import serve
+from shoal.exchanging.servers.server import Server
+from shoal.exchanging.servers.shared_memory import SharedFolder
+from shoal.transport.table import OwnTable
 
 T = TypeVar("T")
 _drawing = threading.Lock()
@@ -75,7 +75,7 @@ def meeting(
     With `servers` behind links, else in shared memory where the exchange has any.
     """
     parsed = parse_exchange(name, options)
-    wanted = parsed.parts_of_batch(replicas) if name == "backup" else 0
+    wanted = parsed.gradients_per_update(replicas)
     with ExitStack() as stack:
         kept = [Server() for _ in range(servers)]
         coordinator = Coordinator(heartbeat=parsed.heartbeat, replicas=replicas, servers=servers, wanted=wanted)
@@ -84,17 +84,22 @@ def meeting(
             stack.callback(server.close)
             where_to = (server, coordinator.address, coordinator.token, number)
             threading.Thread(target=serve, args=where_to, daemon=True).start()
-        shared = SharedFolder.create() if not servers and name in ("downpour", "dasgd") else None
+        shared = (
+            SharedFolder.create()
+            if parsed.holding(replicas, one_host=True, weight_bytes=0).place == "direct" and not servers
+            else None
+        )
         if shared is not None:
             stack.callback(shared.remove)
-        table = store(0, 60.0, serves=True)
+        table = OwnTable()
+        stack.callback(table.close)
         where = Meeting(
             coordinator.address,
             coordinator.token,
             replicas,
             60.0,
             None if shared is None else shared.path,
-            ("127.0.0.1", table.port),
+            table.url,
         )
 
         def side(
@@ -115,10 +120,10 @@ def meeting(
             seat.live(number)
             exchange = join(parsed, Replica(dict(model.named_parameters()), optimizer), seat, number)
             exchange.begin(first=number == 0)
-            one = Side(number, model, optimizer, exchange, seat)
+            joined = Side(number, model, optimizer, exchange, seat)
             stack.callback(seat.leave)
             stack.callback(exchange.close)
-            return one
+            return joined
 
         try:
             yield side, coordinator
@@ -139,7 +144,7 @@ def at_once(works: Sequence[Callable[[], T]], seconds: float = 60.0) -> list[T]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(works)]
+    threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(works)]
     for thread in threads:
         thread.start()
     for thread in threads:

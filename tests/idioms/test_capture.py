@@ -4,6 +4,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -89,6 +90,14 @@ class Checkpointed(Parts):
         return self.scores(checkpoint(torch.tanh, maps, use_reentrant=False))
 
 
+class CheckpointedInEvaluation(Parts):
+    """On one device `a` learns nothing in evaluation: nothing that goes into the checkpoint has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.a(x) if self.training else checkpoint(self.a, x, use_reentrant=True)
+        return self.scores(torch.tanh(self.b(maps)))
+
+
 class CheckpointedNorm(Parts):
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +110,12 @@ class CheckpointedNorm(Parts):
 def checkpoint_inside(plan: AnyPlan) -> None:
     """torch.utils.checkpoint inside: the same gradients; with batch norm in it refused, as it counts batches twice."""
     train_beside(plan, Checkpointed)
+    reference, model = both(plan, Checkpointed)
+    x, y = batch()
+    learn(reference.eval(), x, y)
+    learn(model.eval(), mine(x), mine(y))
+    same_grads(model, reference)
+    refuse(plan, CheckpointedInEvaluation, "calls torch.utils.checkpoint with use_reentrant=True on tensors without")
     refuse(plan, CheckpointedNorm, "module 'norm' keeps running statistics inside of torch.utils.checkpoint")
 
 
@@ -187,6 +202,62 @@ class OfTheValues(Parts):
 def branch_on_values(plan: AnyPlan) -> None:
     """A branch on the values of a tensor is refused with its line."""
     refuse(plan, OfTheValues, "what it does next depends on the values of a tensor")
+
+
+class Recurrent(Parts):
+    """Reads its maps row by row."""
+
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.rows = kind(6, 3, bidirectional=True, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, _ = self.rows(self.maps(x).mean(3).transpose(1, 2))
+        scores: Tensor = self.head(rows.mean(1))
+        return scores
+
+
+def recurrent(plan: AnyPlan) -> None:
+    """nn.LSTM, nn.GRU and nn.RNN: whole on every rank; with dropout between their layers refused."""
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        train_beside(plan, partial(Recurrent, kind, num_layers=2))
+    text = "draws random numbers by aten.lstm.input, which ranks would draw differently"
+    refuse(plan, partial(Recurrent, nn.LSTM, num_layers=2, dropout=0.5), text)
+
+
+class Words(Parts):
+    """Adds what it knows of some words to its scores."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        known: Tensor = self.words((x[:, 0, 0] > 0).long()).mean(1)
+        return self.scores(self.maps(x)) + known
+
+
+def sparse_gradients(plan: AnyPlan) -> None:
+    """nn.Embedding as it is; with sparse=True refused."""
+    train_beside(plan, partial(Words, False))
+    refuse(plan, partial(Words, True), "layer 'words' asks for sparse gradients (sparse=True), which ranks cannot sum")
+
+
+class ChangesInput(Parts):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if self.own else x
+        x += 1
+        return self.scores(self.maps(x))
+
+
+def changed_input(plan: AnyPlan) -> None:
+    """A network that changes its input in place, for its caller to see, is refused; a clone of it may be changed."""
+    train_beside(plan, partial(ChangesInput, True))
+    refuse(plan, partial(ChangesInput, False), "the network changes its input 'x' in place")
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -13,6 +13,7 @@ import shoal
 from shoal.errors import RunError
 from tests.conftest import RunOnRanks
 from tests.idioms.kit import (
+    MIXED,
     PLANS,
     AnyPlan,
     Case,
@@ -243,6 +244,63 @@ def whole_optimizer_state(plan: AnyPlan) -> None:
     train(reference, theirs, 2, shared=False)
     same_states(model, reference)
     same_states(other, reference)
+
+
+def laid_anew(plan: AnyPlan) -> None:
+    """An optimizer goes on when its network is laid by another plan: it remembers what it did."""
+    makes: list[Make] = [
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        lambda net: torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True),
+    ]
+    for make in makes:
+        reference, net = built(Net, norm=False), built(Net, norm=False)
+        theirs, ours = make(reference), make(net)
+        model: Any = None
+        for other in (plan, "model", "data", MIXED, "spatial", plan):
+            before, model = model, parallel(net if model is None else model, other)
+            train(reference, theirs, 2, shared=False)
+            train(model, ours, 2, shared=True)
+            same_states(model, reference)
+            del before  # which knows the same parameters until here
+        found, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
+        for number, state in expected.items():
+            for key, tensor in state.items():
+                close(found[number][key], tensor)
+
+
+def written_optimizer_state(plan: AnyPlan) -> None:
+    """A loop that writes to the tensors of optimizer.state_dict(): they are its own, or it is refused."""
+    reference, model = both(plan)
+    x, y = batch()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (reference, model)]
+
+    def step() -> None:
+        learn(reference, x, y)
+        learn(model, mine(x), mine(y))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    for state in states:
+        for kept in state["state"].values():
+            kept["momentum_buffer"].mul_(2)
+    if model.cuts_parameters:
+        text = "of optimizer.state_dict() in place, which is a copy here"
+        refused(RunError, text, lambda: model(mine(x)))
+        optimizers[1].load_state_dict(states[1])
+    step()
+    same_states(model, reference)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    for state, net in zip(states, (reference, model), strict=True):
+        for kept in state["state"].values():
+            kept["momentum_buffer"].zero_()
+        other = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        other.load_state_dict(state)  # which is what it was written for
+        optimizers.append(other)
+    del optimizers[:2]
+    step()
+    same_states(model, reference)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -334,6 +334,28 @@ def averaged_weights(plan: AnyPlan) -> None:
     same_states(model, reference)
 
 
+def written_states(plan: AnyPlan) -> None:
+    """A loop that writes to the tensors of state_dict(): they are the module's own, or it is refused."""
+    reference, model = both(plan)
+    x, _ = batch()
+    kept = model.state_dict()
+    kept["norm.weight"] = kept["norm.weight"] * 2  # another tensor in the dict changes nothing
+    close(model(mine(x)), mine(reference(x)))
+    for net in (reference, model):
+        for tensor in net.state_dict().values():
+            tensor.mul_(2)
+    if model.cuts_parameters:
+        refused(RunError, "of a state_dict() in place, which is a copy here", lambda: model(mine(x)))
+        model.load_state_dict(reference.state_dict())
+    close(model(mine(x)), mine(reference(x)))
+    same_states(model, reference)
+    state = model.state_dict()
+    state["head.weight"].zero_()
+    model.load_state_dict(state)  # which is what it was written for
+    reference.head.weight.data.zero_()
+    close(model(mine(x)), mine(reference(x)))
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("case", cases_of(globals()), ids=name_of)
 def test_states(on_ranks: RunOnRanks, case: Case, plan: str) -> None:

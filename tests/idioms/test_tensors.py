@@ -1,14 +1,18 @@
 """More than one tensor in and out; flags, sizes and numbers of samples that change from call to call."""
 
+import os
 from collections import OrderedDict
 from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shoal
 from shoal.errors import RunError
 from tests.conftest import RunOnRanks
 from tests.idioms.kit import (
@@ -25,6 +29,7 @@ from tests.idioms.kit import (
     mine,
     name_of,
     parallel,
+    part,
     rank,
     refused,
     same_grads,
@@ -413,6 +418,67 @@ def _with_hook(model: Any, x: Tensor, *, hook: bool) -> None:
     finally:
         if handle is not None:
             handle.remove()
+
+
+class SeveralTiles(Parts):
+    def forward(self, x: Tensor, other: Tensor, bias: Tensor) -> dict[str, Any]:
+        maps = self.maps(x) + self.maps(other)
+        return {"maps": maps, "scores": [self.scores(maps) + bias], "loss": maps.square().mean(), "name": "net"}
+
+
+def tiles_of_several(plan: AnyPlan) -> None:
+    """With io="tile" a rank passes its box of every input and gets its box of every result, in the same structure."""
+    (x, _), (z, _) = batch(), batch(seed=9)
+    bias = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    reference = built(SeveralTiles)
+    model = parallel(built(SeveralTiles), plan, (x, z, bias), io="tile")
+    boxes = model.input_box
+    assert len(boxes) == 3
+    expected = reference(x, z, bias)
+    found = model(*map(part, (x, z, bias), boxes))
+    tiles = model.output_box
+    assert tiles["name"] == found["name"] == "net"
+    pairs = [
+        (found["maps"], expected["maps"], tiles["maps"]),
+        (found["scores"][0], expected["scores"][0], tiles["scores"][0]),
+        (found["loss"], expected["loss"], tiles["loss"]),
+    ]
+    for ours, theirs, box in pairs:
+        if box is None:
+            assert not ours.numel()
+        else:
+            close(ours, part(theirs, box))
+
+
+def plans_for_several(plan: AnyPlan) -> None:
+    """A plan is searched, and raced, for a network with several inputs and results."""
+    if plan != "data":  # once is enough: it finds a plan of its own
+        return
+    (x, _), (z, _) = batch(), batch(seed=9)
+    example = (x, z, torch.linspace(-1, 1, 4, dtype=torch.float64))
+    found = shoal.find_plan(built(SeveralTiles), example, cluster="titan-4", ranks=2).plan
+    reference = built(SeveralTiles)
+    expected = reference(*example)
+    for searched in (found, "auto"):
+        with TemporaryDirectory() as folder, patch.dict(os.environ, SHOAL_CACHE=folder):
+            model = parallel(built(SeveralTiles), searched, example)
+        results = model(mine(x), mine(z), example[2])
+        close(results["maps"], mine(expected["maps"]))
+        close(results["loss"], expected["loss"])
+
+
+def other_types(plan: AnyPlan) -> None:
+    """An input of another type than the weights: torch's own error on all ranks, refused where one rank passes it."""
+    reference, model = both(plan, Net, norm=False)
+    x, y = batch()
+    torchs = "Input type (float) and bias type (double) should be the same"
+    refused(RuntimeError, torchs, lambda: model(mine(x).float()))
+    refused(RuntimeError, torchs, lambda: model(mine(x, 6).float()))  # a rank without samples too
+    differently = "called the network differently: inputs of ['torch.float64'] against ['torch.float32']"
+    refused(RunError, differently, lambda: model(mine(x).float() if rank() else mine(x)))
+    learn(reference, x, y)
+    learn(model, mine(x), mine(y))
+    same_grads(model, reference)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -103,6 +103,38 @@ def frozen_batch_norm(plan: AnyPlan) -> None:
     same_states(model, reference)
 
 
+class Counting(nn.Module):
+    """A buffer that counts every pass, and is read."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.b = nn.Conv2d(6, 6, 3, padding=1)
+        self.head = nn.Linear(6, 4)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        result: Tensor = self.head(F.relu(self.b(self.norm(self.a(x)))).mean((2, 3))) * self.passes
+        return result
+
+
+def statistics_in_evaluation(plan: AnyPlan) -> None:
+    """A batch norm that learns its statistics in evaluation (test-time adaptation), and a counter, go on there."""
+    reference, model = both(plan, Counting)
+    for net in (reference, model):
+        net.eval()
+        net.norm.train()
+    with torch.no_grad():
+        for samples in (6, 1, 6):  # of one sample some ranks have no part
+            x, _ = batch(samples)
+            close(model(mine(x)), mine(reference(x)))
+            same_states(model, reference)
+
+
 def dropout_in_evaluation(plan: AnyPlan) -> None:
     """A loop turns dropout on in evaluation (Monte Carlo dropout): every pass draws another mask."""
     model = parallel(built(Nested), plan).eval()

@@ -38,9 +38,15 @@ def test_an_error_raised_because_of_a_lost_peer_is_no_cause() -> None:
     assert Failure.of(error, 0).kind == "gone"
 
 
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    error = RuntimeError("the disk is full")
+    error.__cause__ = error
+    assert Failure.of(error, 0).kind == "raised"
+
+
 def failure(rank: int, error: Exception, when: float) -> Failure:
-    found = Failure.of(error, rank)
-    return Failure(rank, found.kind, when, found.what, found.error, found.notes, found.trace)
+    failure = Failure.of(error, rank)
+    return Failure(rank, failure.kind, when, failure.what, failure.error, failure.notes, failure.trace)
 
 
 LOST = RuntimeError(f"{GLOO}pair.cc:538] Connection closed by peer")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from shoal.errors import ConfigError, DivergedError, RunError
-from shoal.launching import RemoteError, ranks, run
+from shoal.launching import RemoteError, ranks, run, stop_signals
 from tests.launching import jobs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -163,3 +163,13 @@ def test_a_signal_before_anything_can_be_stopped(folder: str) -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 131, stderr
     assert stderr == ""
+
+
+def test_the_end_of_the_terminal_asks_to_stop_unless_it_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert signal.SIGHUP not in stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -12,20 +12,7 @@ from torch.nn import functional as F
 
 import shoal
 from tests.parity.conftest import RunOnRanks
-
-
-class Guided(torch.autograd.Function):
-    """Guided backpropagation: not linear in the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.relu()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return grad * (grad > 0) * (x > 0)
+from tests.unit.capture_check import Guided
 
 
 class Sign(torch.autograd.Function):

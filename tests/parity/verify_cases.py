@@ -12,17 +12,17 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.config import VerifyConfig
-from shoal.execution.engine import Tape
+from shoal.execution.autograd_node import Request
 from shoal.execution.laying import Captured, capture_modes
-from shoal.execution.module import ParallelModule
-from shoal.execution.step import Request
+from shoal.execution.passes import Passes
+from shoal.execution.tape import Tape
 from shoal.graph import Layer
 from shoal.operators.base import Call, Op, Rule
 from shoal.operators.norms import BatchNorm
 from shoal.operators.products import Linear
 from shoal.operators.windows import Convolution
 from shoal.verdict import Verdict
-from shoal.verifying import job
+from shoal.verifying import from_settings
 
 
 class Net(nn.Module):
@@ -72,7 +72,7 @@ def verdict(plan: str, **options: Any) -> Verdict:
 
 def of_command(**settings: Any) -> Verdict:
     """What `shoal verify` with these settings finds on the ranks that there are."""
-    return job.on_rank(VerifyConfig(workers=torch.distributed.get_world_size(), **settings), None)
+    return from_settings.on_rank(VerifyConfig(workers=torch.distributed.get_world_size(), **settings), None)
 
 
 # Rules broken on purpose, where the layer of this name is cut
@@ -184,12 +184,14 @@ def wrong_capture_of_evaluation(layer: str) -> Any:
 @contextmanager
 def second_step_forgotten(_layer: str) -> Iterator[None]:
     """Gradients of all passes but the first stay each rank's own."""
-    backward = ParallelModule._backward
+    backward = Passes.backward
 
-    def changed(self: ParallelModule, tape: Tape, request: Request, *args: Any) -> Any:
-        return backward(self, tape, replace(request, sync=self.steps == 1 or self._transport.world == 1), *args)
+    def changed(self: Passes, tape: Tape, request: Request, *args: Any) -> Any:
+        return backward(
+            self, tape, replace(request, sync=self.training_passes == 1 or self.transport.world == 1), *args
+        )
 
-    with mock.patch.object(ParallelModule, "_backward", changed):
+    with mock.patch.object(Passes, "backward", changed):
         yield
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.transport import Transport
 
-SEAMS = ("_begin", "_reduce_later", "_gather")
+SEAMS = ("_begin", "_reduce_later", "_begin_gather")
 """Where a transport calls the network."""
 
 
@@ -63,7 +63,7 @@ def train_until(folder: str, fault: str, at: int, plan: str) -> None:
 
 def begin_again(folder: str) -> list[float]:
     """Leave the world and make another of the same ranks, twice; networks of each work, old connections are left."""
-    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    rank, world, sums = dist.get_rank(), dist.get_world_size(), []
     for turn in range(3):
         if turn:
             dist.barrier()
@@ -72,5 +72,5 @@ def begin_again(folder: str) -> list[float]:
         model = shoal.parallelize(network(), (6, 3, 8, 8), "model")
         out = model(torch.ones(6 // world, 3, 8, 8))
         torch.autograd.backward(out.sum())
-        found.append(float(out.detach().sum()))
-    return found
+        sums.append(float(out.detach().sum()))
+    return sums

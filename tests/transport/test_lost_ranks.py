@@ -96,5 +96,5 @@ def test_one_of_three(folder: Path, fault: str, seed: int, monkeypatch: pytest.M
 
 
 def test_a_world_that_begins_again_has_new_connections(tmp_path: Path) -> None:
-    for found in run(jobs.begin_again, str(tmp_path), workers=2, threads=1, timeout=60):
-        assert found[0] == found[1] == found[2]
+    for sums in run(jobs.begin_again, str(tmp_path), workers=2, threads=1, timeout=60):
+        assert sums[0] == sums[1] == sums[2]

@@ -172,3 +172,17 @@ def run_graph(graph: LayerGraph, states: Mapping[str, Tensor], *inputs: Tensor) 
         assert tuple(picked.shape) == layer.output.shape, layer.name
         tensors[Value(layer.name)] = picked.to(getattr(torch, layer.output.dtype))
     return tensors[Value(graph.output)]
+
+
+class Guided(torch.autograd.Function):
+    """Guided backpropagation: its backward is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * (grad > 0) * (x > 0)

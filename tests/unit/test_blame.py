@@ -4,7 +4,7 @@ import pytest
 
 from shoal.graph import Layer, LayerGraph, State, TensorSpec, Value
 from shoal.verifying.blame import suspects, with_readers_apart
-from shoal.verifying.found import Found, Kind
+from shoal.verifying.differences import Differences, Kind
 
 SPEC = TensorSpec((4, 8), "float64", (1, 0))
 
@@ -52,7 +52,7 @@ GRAPH = LayerGraph(
         ({("value", "a"): float("inf")}, ("a",), "output"),
     ],
 )
-def test_the_first_that_is_wrong(found: Found, layers: tuple[str, ...] | None, fault: str | None) -> None:
+def test_the_first_that_is_wrong(found: Differences, layers: tuple[str, ...] | None, fault: str | None) -> None:
     blamed = suspects(GRAPH, GRAPH, found, 0.01, 0.1)
     assert (blamed and blamed.layers, blamed and blamed.fault) == (layers, fault)
 

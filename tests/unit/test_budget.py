@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.training.budget import LockstepBudget, SharedBudget
+from shoal.replicas.budget import LockstepBudget, SharedBudget
 
 
 @given(total=st.integers(1, 30), replicas=st.integers(1, 4), seed=st.integers(0, 10_000), warm=st.integers(0, 10))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import shoal.zoo
 from shoal.building import build, draft
-from shoal.building.journal import Place, grid
+from shoal.building.factory_journal import Place, grid
 from shoal.errors import ModelError
 from shoal.partition import Box, Span, whole
 from tests.unit.test_zoo import SMALL

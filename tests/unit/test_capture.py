@@ -138,7 +138,8 @@ def base_of_a_chunk(m: Net, x: Tensor) -> Any:
     return y * made
 
 
-def its_input(m: Net, x: Tensor) -> Any:
+def a_copy_of_its_input(m: Net, x: Tensor) -> Any:
+    x = x.clone()
     before = x[:, :1]
     x.mul_(2)
     return m.conv(x) + before
@@ -189,7 +190,7 @@ IN_PLACE: dict[str, Function] = {
     "rows": together(rows_to_zero, column_plus_one, rows_from_rows, made_and_filled, elements_by_index),
     "views": together(view_before, view_of_a_view, permuted, expanded),
     "chunks": together(base_of_a_chunk, dropout_that_is_its_input, several_at_once),
-    "input": its_input,
+    "input": a_copy_of_its_input,
     "parameter": derived_from_a_parameter,
 }
 
@@ -474,13 +475,13 @@ def test_types(dtype: torch.dtype, tolerance: float) -> None:
 def test_several_inputs() -> None:
     class Sum(nn.Module):
         def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-            return (x + y.mul_(2)) * scale
+            return (x + y.mul(2)) * scale
 
     x, y, scale = torch.ones(4, 3), torch.full((4, 3), 2.0), torch.tensor(3.0)
     graph, states = capture_with_states(Sum(), x, y, scale)
     assert list(graph.inputs) == ["x", "y", "scale"]
-    assert run_graph(graph, states, x, y.clone(), scale).equal(torch.full((4, 3), 15.0))
-    assert run_graph(graph.at_batch(2), states, x[:2], y[:2].clone(), scale).shape == (2, 3)
+    assert run_graph(graph, states, x, y, scale).equal(torch.full((4, 3), 15.0))
+    assert run_graph(graph.at_batch(2), states, x[:2], y[:2], scale).shape == (2, 3)
 
 
 # Other numbers of samples
@@ -602,6 +603,12 @@ def changes_a_parameter(m: Net, x: Tensor) -> Any:
     return m.conv(x) * m.gain
 
 
+def changes_its_input(m: Net, x: Tensor) -> Any:
+    before = x[:, :1]
+    x.mul_(2)
+    return m.conv(x) + before
+
+
 def changes_a_buffer(m: Net, x: Tensor) -> Any:
     m.table.mul_(0.9)
     return m.conv(x) * m.table
@@ -635,6 +642,7 @@ REFUSED: dict[Function, str] = {
     writes_unseen: r"in place where autograd does not see it(.|\n)*y.clamp\(0\) instead of",
     writes_through_detach: r"in place where autograd does not see it",
     changes_a_parameter: r"in place where autograd does not see it",
+    changes_its_input: r"changes its input 'x' in place at (.|\n)*x.clone\(\)",
     changes_a_buffer: r"changes its buffer 'table'",
     may_be_its_input: r"may be another tensor too",
     drops_attention: r"'scaled_dot_product_attention' draws random numbers",

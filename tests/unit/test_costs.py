@@ -22,7 +22,7 @@ from shoal.graph import LayerGraph
 from shoal.lowering.boundary import even_shares, step_program
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import Compute, Fetch, Program, Settle, first_uses
-from shoal.lowering.traffic import step_traffic
+from shoal.lowering.step_traffic import step_traffic
 from shoal.operators.base import Op, Part, Rule
 from shoal.partition import Cut, volume
 from shoal.planning.costs import EXPOSED, CostModel, CostTables
@@ -33,7 +33,7 @@ from shoal.planning.resolve import resolve
 from shoal.planning.speeds import KernelTime
 from shoal.planning.stages import Stage, stages_of
 from shoal.planning.transfers import sum_seconds
-from shoal.zoo.registry import build
+from shoal.zoo.by_name import build
 from tests.unit.test_transfers import cluster_of, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")

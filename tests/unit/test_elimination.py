@@ -12,7 +12,9 @@ from scipy.sparse import lil_array
 
 from shoal.errors import PlanError
 from shoal.planning import elimination
-from shoal.planning.elimination import Factor, minimise, minimise_under, reduce_by_two_rules
+from shoal.planning.cost_tables import Factor
+from shoal.planning.elimination import minimise, reduce_by_two_rules
+from shoal.planning.within_limit import minimise_under
 
 Edges = list[tuple[int, int]]
 

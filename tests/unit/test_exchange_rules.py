@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from shoal.exchanging.rules import Adagrad, Add, Rule, Sgd, make_rule, staleness_factor
-from shoal.exchanging.shards import spread
-from shoal.exchanging.sparse import Sparse
+from shoal.exchanging.servers.rules import Adagrad, Add, Sgd, UpdateRule, make_rule, staleness_factor
+from shoal.exchanging.servers.slices import cut_over
+from shoal.exchanging.servers.sparse import Sparse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,8 +29,8 @@ def normal(sizes: Sequence[int], seed: int) -> list[Tensor]:
     return [torch.randn(size, generator=generator) for size in sizes]
 
 
-def zeros(rule: Rule, weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[torch.zeros_like(weight) for weight in weights] for _ in range(rule.slots)]
+def zeros(rule: UpdateRule, weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[torch.zeros_like(weight) for weight in weights] for _ in range(rule.states)]
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -41,10 +41,10 @@ def close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(a, b, strict=True))
 
 
-def trained_on_servers(rule: Rule, sizes: Sequence[int], servers: int) -> list[Tensor]:
+def trained_on_servers(rule: UpdateRule, sizes: Sequence[int], servers: int) -> list[Tensor]:
     """What weights become when each server updates its shards, four pushes long."""
     weights = normal(sizes, seed=0)
-    shards = spread({str(place): size for place, size in enumerate(sizes)}, servers)
+    shards = cut_over({str(place): size for place, size in enumerate(sizes)}, servers)
 
     def parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         return [[tensors[int(part.name)][part.start : part.stop] for part in shard] for shard in shards]
@@ -94,7 +94,7 @@ def test_add_adds_whatever_the_rate(sizes: list[int], servers: int) -> None:
     assert equal(trained_on_servers(Add(), sizes, servers), expected)
 
 
-RULES: list[Rule] = [Sgd(), Sgd(momentum=0.9), Adagrad(), Add()]
+RULES: list[UpdateRule] = [Sgd(), Sgd(momentum=0.9), Adagrad(), Add()]
 
 
 def some(values: Tensor, every: int) -> Sparse:
@@ -107,7 +107,7 @@ def whole(values: Tensor) -> Sparse:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_some_elements_are_zeros_elsewhere(rule: Rule) -> None:
+def test_some_elements_are_zeros_elsewhere(rule: UpdateRule) -> None:
     dense, sparse = normal([300, 77], seed=0), normal([300, 77], seed=0)
     dense_state, sparse_state = zeros(rule, dense), zeros(rule, sparse)
     for step, rate in enumerate(RATES):
@@ -119,7 +119,7 @@ def test_some_elements_are_zeros_elsewhere(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_whole_tensors_pushed_sparse_have_the_bits_of_dense_ones(rule: Rule) -> None:
+def test_whole_tensors_pushed_sparse_have_the_bits_of_dense_ones(rule: UpdateRule) -> None:
     dense, sparse = normal([300, 77], seed=0), normal([300, 77], seed=0)
     dense_state, sparse_state = zeros(rule, dense), zeros(rule, sparse)
     for step, rate in enumerate(RATES):
@@ -130,7 +130,7 @@ def test_whole_tensors_pushed_sparse_have_the_bits_of_dense_ones(rule: Rule) -> 
 
 
 @pytest.mark.parametrize("rule", [Sgd(weight_decay=0.1), Adagrad(weight_decay=0.1)])
-def test_sparse_pushes_decay_nothing(rule: Rule) -> None:
+def test_sparse_pushes_decay_nothing(rule: UpdateRule) -> None:
     weights = normal([50, 8], seed=0)
     rule.apply_sparse(weights, [some(torch.zeros(50), 10), whole(torch.zeros(8))], zeros(rule, weights), rate=1.0)
     assert equal(weights, normal([50, 8], seed=0))
@@ -146,7 +146,7 @@ def test_momentum_moves_weights_that_were_not_pushed() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_server_that_holds_nothing_does_nothing(rule: Rule) -> None:
+def test_a_server_that_holds_nothing_does_nothing(rule: UpdateRule) -> None:
     rule.apply([], [], zeros(rule, []), 0.1)
     rule.apply_sparse([], [], zeros(rule, []), 0.1)
 
@@ -155,7 +155,7 @@ def test_rules_by_name() -> None:
     assert make_rule("sgd", 0.9, 5e-4) == Sgd(momentum=0.9, weight_decay=5e-4)
     assert make_rule("adagrad", 0.9, 5e-4) == Adagrad(weight_decay=5e-4)
     assert make_rule("add", 0.9, 5e-4) == Add()
-    assert [rule.slots for rule in RULES] == [0, 1, 1, 0]
+    assert [rule.states for rule in RULES] == [0, 1, 1, 0]
 
 
 @given(st.integers(0, 1000), st.floats(0.01, 1))

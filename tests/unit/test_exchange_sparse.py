@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.exchanging import sparse
-from shoal.exchanging.sparse import DENSE_BELOW, Kind, Mirror, Remainder, Selector
+from shoal.exchanging.servers import sparse
+from shoal.exchanging.servers.sparse import DENSE_BELOW, Mirror, Remainder, Selection, Selector
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 few = settings(max_examples=15, derandomize=True)
 BEYOND_A_BLOCK = sparse._BLOCK + 7
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Selection, ...] = get_args(Selection)
 sizes = st.lists(st.sampled_from([0, 1, 5, DENSE_BELOW, 1500, 9001, BEYOND_A_BLOCK]), min_size=1, max_size=3)
 selectors = st.builds(
     Selector,
@@ -33,7 +33,7 @@ def normal(size: int, seed: int, zeros: float = 0.0) -> Tensor:
     return torch.randn(size, generator=generator) * (torch.rand(size, generator=generator) >= zeros)
 
 
-def selected(kind: Kind, values: Tensor, density: float = 0.01, threshold: float = 2.0) -> Tensor:
+def selected(kind: Selection, values: Tensor, density: float = 0.01, threshold: float = 2.0) -> Tensor:
     return Selector(kind=kind, density=density, threshold=threshold).select(values).indices
 
 
@@ -88,7 +88,7 @@ def test_a_change_is_taken_as_its_difference(selector: Selector, sizes: list[int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_residual_what_is_not_sent_is_lost(kind: Kind) -> None:
+def test_without_residual_what_is_not_sent_is_lost(kind: Selection) -> None:
     remainder = Remainder(Selector(kind=kind, threshold=2.0, residual=False), [torch.empty(5000)])
     first, again = (remainder.take([normal(5000, seed=1)])[0] for _ in range(2))
     assert remainder.left == []
@@ -97,7 +97,7 @@ def test_without_residual_what_is_not_sent_is_lost(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_gradients_add_up_until_they_are_sent(kind: Kind) -> None:
+def test_small_gradients_add_up_until_they_are_sent(kind: Selection) -> None:
     values = torch.linspace(0.01, 0.02, 2000)
     remainder = Remainder(Selector(kind=kind, density=0.05, threshold=0.04), [values])
     sent = sum(remainder.take([values])[0].dense() for _ in range(60))
@@ -159,7 +159,7 @@ def test_a_threshold_is_absolute() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sampled", "topk"])
-def test_zeros_are_not_sent_and_one_element_is(kind: Kind) -> None:
+def test_zeros_are_not_sent_and_one_element_is(kind: Selection) -> None:
     values = torch.zeros(50_000)
     assert len(selected(kind, values)) == 0
     values[777] = -1e-30
@@ -170,7 +170,7 @@ def test_zeros_are_not_sent_and_one_element_is(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("count", [1, 900])
-def test_what_is_no_number_is_sent(kind: Kind, wrong: float, count: int) -> None:
+def test_what_is_no_number_is_sent(kind: Selection, wrong: float, count: int) -> None:
     values = normal(100_000, seed=0)
     values[torch.arange(count) * 111 + 5] = wrong
     remainder = Remainder(Selector(kind=kind, threshold=2.0), [values])
@@ -181,7 +181,7 @@ def test_what_is_no_number_is_sent(kind: Kind, wrong: float, count: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_nan_is_sent(kind: Kind) -> None:
+def test_nothing_but_nan_is_sent(kind: Selection) -> None:
     assert Selector(kind=kind, threshold=2.0).select(torch.full((5000,), math.nan)).values.isnan().any()
 
 
@@ -197,7 +197,7 @@ def test_everything_asked_for_is_the_whole_tensor(selector: Selector) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_types_that_numpy_lacks_are_chosen_alike(kind: Kind) -> None:
+def test_types_that_numpy_lacks_are_chosen_alike(kind: Selection) -> None:
     """The same way is taken on devices that numpy cannot reach."""
     values, base = (normal(BEYOND_A_BLOCK, seed).bfloat16() for seed in (0, 1))
     selector = Selector(kind=kind, threshold=2.0)
@@ -228,7 +228,7 @@ def test_the_mirror_is_the_replica(selector: Selector, sizes: list[int], seed: i
 
 @pytest.mark.parametrize("kind", ["sampled", "topk"])
 @pytest.mark.parametrize("size", [100, 3000, 20_000])
-def test_the_mirror_reaches_weights_that_stand_still(kind: Kind, size: int) -> None:
+def test_the_mirror_reaches_weights_that_stand_still(kind: Selection, size: int) -> None:
     weights = [normal(size, seed=0)]
     mirror = Mirror(Selector(kind=kind, density=0.1), weights)
     weights[0] += normal(size, seed=1)

@@ -1,16 +1,18 @@
 """Who did what, added up."""
 
-from typing import Any
+from collections import Counter
 
 import pytest
 
-from shoal.training.scores import Scores
+from shoal.exchanging import Tally
+from shoal.replicas.orders import Step, StepsDone
+from shoal.replicas.scores import Scores
 
 
-def done(*seconds: float, updates: int = 1, dropped: int = 0, staleness: int = 0) -> dict[str, Any]:
-    ages = [(staleness, updates)] if updates else []
-    tally = {"steps": len(seconds), "updates": updates, "dropped": dropped, "staleness": ages}
-    return {"tally": tally, "peaks": [7], "steps": [{"seconds": one} for one in seconds]}
+def done(*seconds: float, updates: int = 1, dropped: int = 0, staleness: int = 0) -> StepsDone:
+    ages = Counter({staleness: updates} if updates else {})
+    tally = Tally(steps=len(seconds), updates=updates, dropped=dropped, staleness=ages)
+    return StepsDone(tuple(Step(number, 0.5, taken) for number, taken in enumerate(seconds)), True, (7,), tally)
 
 
 def test_time_in_which_several_train_counts_once_and_time_in_which_nobody_does_not() -> None:

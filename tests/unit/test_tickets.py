@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.exchanging.tickets import Tickets
+from shoal.exchanging.membership.tickets import Tickets
 
 
 def test_the_first_n_of_a_version_count() -> None:

@@ -1,6 +1,6 @@
 """Buckets of gradients: who shares one, and when it is closed."""
 
-from shoal.lowering.traffic import fill_buckets
+from shoal.lowering.step_traffic import fill_buckets
 from shoal.traffic import Sent, ring_bytes, total
 
 

@@ -1,0 +1,197 @@
+"""A folder of images with one sub-folder for each class: --data folder:PATH.
+
+Layout    PATH/train/CLASS/* and PATH/test/CLASS/* (or val), or PATH/CLASS/* with every fifth image of each
+          class as test. Classes are numbered in the order of their names.
+Reading   images are listed at the start and decoded batch by batch, in a few threads, converted to grey or
+          RGB and resized. 16-bit grey loses its lower byte.
+Failure   an image that cannot be read fails the batch that holds it, by name.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.data.dataset import Norm, Splits, Task, every_fifth
+from shoal.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+TEST_NAMES = ("test", "val")
+THREADS = 4  # decoding releases the interpreter's lock; more threads gain little
+MEASURED = 128  # images from which mean and deviation are measured
+LAYOUT = "Arrange the images as PATH/CLASS/*.png, or as PATH/train/CLASS/*.png and PATH/test/CLASS/*.png."
+
+Listing = tuple[list[Path], NDArray[np.int64]]
+
+
+class FolderData:
+    """One split: files decoded when their batch is asked for."""
+
+    prefetch = True
+    task: Task = "classify"
+
+    def __init__(self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None) -> None:
+        self._files, labels = listing
+        self._labels = torch.from_numpy(labels)
+        self.classes = classes
+        self.shape = shape
+        self.norm = norm or self._measure()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """See `DataSet.batch`. `DataError` names the image that cannot be read."""
+        pixels = self._decode([self._files[i] for i in indices])
+        x = torch.from_numpy(np.stack(pixels)).float()
+        return self.norm.apply_(x), self._labels[torch.from_numpy(indices)]
+
+    def _decode(self, files: Sequence[Path]) -> list[NDArray[np.uint8]]:
+        # A pool for each batch: starting four threads is cheap beside decoding, and none is ever left over.
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            return list(pool.map(lambda file: decode(file, self.shape), files))
+
+    def _measure(self) -> Norm:
+        """From images spread evenly over the split. One that cannot be read is left to fail its own batch."""
+        step = max(1, -(-len(self._files) // MEASURED))
+        pixels = []
+        for file in self._files[::step]:
+            try:
+                pixels.append(decode(file, self.shape))
+            except DataError:
+                continue
+        return Norm.of(np.stack(pixels)) if pixels else Norm((0.0,) * self.shape[0], (255.0,) * self.shape[0])
+
+
+def load_folder(path: Path, *, shape: tuple[int, ...] | None = None) -> Splits:
+    """Both splits. `shape` is (1 or 3, height, width), by default the first image's."""
+    _pillow()
+    if not path.is_dir():
+        raise DataError(f"there is no folder {path}.", "Check the path after folder:.")
+    names, train, test = _list(path)
+    if shape is None:
+        shape = image_shape(train[0][0])
+    elif len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
+        raise DataError(
+            f"images cannot be brought to the shape {shape}.",
+            "Give channels,height,width with 1 channel (grey) or 3 (RGB), for example 3,224,224.",
+        )
+    first = FolderData(train, classes=len(names), shape=shape)
+    second = FolderData(test, classes=len(names), shape=shape, norm=first.norm)
+    return Splits(f"folder:{path}", first, second, str(path))
+
+
+def _list(path: Path) -> tuple[list[str], Listing, Listing]:
+    """Class names, then the files and labels of both parts."""
+    # A class may itself be called "train": it is a part only if it holds folders.
+    if _subfolders(path / "train"):
+        tests = [path / name for name in TEST_NAMES if (path / name).is_dir()]
+        if not tests:
+            raise DataError(f"{path} has a folder train but neither test nor val.", LAYOUT)
+        names = _class_names(path / "train")
+        if unknown := [folder.name for folder in _subfolders(tests[0]) if folder.name not in names]:
+            raise DataError(f"{tests[0]} has the class {unknown[0]!r}, which {path / 'train'} lacks.", LAYOUT)
+        train, test = _files(path / "train", names), _files(tests[0], names)
+    else:
+        names = _class_names(path)
+        files, labels = _files(path, names)
+        mask = every_fifth(labels)
+        train = [file for file, out in zip(files, mask, strict=True) if not out], labels[~mask]
+        test = [file for file, out in zip(files, mask, strict=True) if out], labels[mask]
+    present = set(train[1].tolist())
+    if empty := [name for label, name in enumerate(names) if label not in present]:
+        raise DataError(f"{path}: the class folder {empty[0]!r} holds no image.", f"Add images or remove it. {LAYOUT}")
+    if not test[0]:
+        raise DataError(f"{path} leaves no image to test with.", "Give a class at least five images, or a folder test.")
+    return names, train, test
+
+
+def _class_names(folder: Path) -> list[str]:
+    names = [sub.name for sub in _subfolders(folder)]
+    if len(names) < 2:
+        present = f"only the class {names[0]!r}" if names else "no class folder"
+        raise DataError(f"{folder} has {present}; at least two classes are needed.", LAYOUT)
+    return names
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(sub for sub in folder.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+
+
+def _files(folder: Path, names: Sequence[str]) -> Listing:
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(names):
+        images = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
+        images = [file for file in images if not file.name.startswith(".")]
+        files += images
+        labels += [label] * len(images)
+    return files, np.array(labels, dtype=np.int64)
+
+
+def image_shape(file: Path) -> tuple[int, ...]:
+    """(channels, height, width) of an image, from its header alone."""
+    with _open(file) as image:
+        return (1 if _is_grey(image) else 3, image.height, image.width)
+
+
+def decode(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An image as (C, H, W) bytes of the given shape; `DataError` names a file that cannot be read."""
+    channels, height, width = shape
+    mode = "L" if channels == 1 else "RGB"
+    image_module = _pillow()
+    try:
+        with _open(file) as image:
+            image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
+            eight_bit = _high_byte(image) if image.mode.startswith("I") else image
+            scaled = eight_bit.convert(mode).resize((width, height), image_module.Resampling.BILINEAR)
+    except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
+        raise _unreadable(file, error) from error
+    pixels = np.asarray(scaled, dtype=np.uint8)
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _open(file: Path) -> "Image":
+    image_module = _pillow()
+    try:
+        image: Image = image_module.open(file)
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        raise _unreadable(file, error) from error
+    return image
+
+
+def _is_grey(image: "Image") -> bool:
+    return image.mode in ("1", "L", "LA", "La", "F") or image.mode.startswith("I")
+
+
+def _high_byte(image: "Image") -> "Image":
+    """16-bit grey as 8-bit; Pillow's own conversion would clip nearly everything to white."""
+    image_module = _pillow()
+    wide = np.asarray(image)
+    converted: Image = image_module.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8))
+    return converted
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    return DataError(f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it.")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            "reading images needs Pillow, which is not installed.", "Install it: pip install 'shoal[images]'"
+        ) from error
+    return Image

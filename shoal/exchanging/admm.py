@@ -1,0 +1,131 @@
+"""`admm`: asynchronous consensus ADMM. Replicas solve their own problem, tied to a common solution by multipliers.
+
+Keeps       on a convex problem the common weights z go to its solution. z is the mean of what each replica that takes
+            part last sent; it is what is tested and saved.
+Gives up    replicas differ from z (measured as `spread`). On other problems the multipliers may drive replicas apart:
+            they are kept short (`dual_limit`).
+Costs       every `period` steps a copy of the weights each way; in each replica three more copies of the weights
+            (multipliers, z, what is sent), at the servers one for each replica.
+Failure     a replica that dies or freezes no longer counts, and nobody waits for it; what it did since its last
+            exchange is lost with it, though its batches count. A server that dies ends the run.
+
+Replica i takes steps on f_i(x) + <u, x - z> + rho/2 |x - z|^2; then u += rho (x - z), it sends x + u / rho, and gets
+z (after Zhang & Kwok 2014).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from shoal.exchanges import Holding
+from shoal.exchanging.base import Kind, OwnWeights, distance
+from shoal.exchanging.downpour import SPREAD_EVERY, Downpour
+from shoal.exchanging.membership.seat import Seat
+from shoal.exchanging.replica import Replica
+from shoal.exchanging.servers.reach import reach_shards
+from shoal.exchanging.servers.server import CONSENSUS, ShardClient
+from shoal.exchanging.servers.slices import Slice
+
+
+class Options(Kind):
+    """Asynchronous consensus ADMM: replicas solve their own problem, tied to a common solution by multipliers."""
+
+    name = "admm"
+    keeps_own = True
+    counts_received = True
+
+    rho: float = Field(default=0.1, gt=0)
+    """How strongly a replica is tied to the common solution."""
+    period: int = Field(default=4, gt=0)
+    """Steps that a replica takes on its own problem between two exchanges."""
+    least: int = Field(default=1, gt=0)
+    """Replicas that must have sent something for the common solution to be renewed (S). 1: nobody waits."""
+    delay: int = Field(default=0, ge=0)
+    """Renewals after which one that has not sent anything is waited for (tau). 0: never."""
+    dual_limit: float = Field(default=1.0, ge=0)
+    """Largest length of the multipliers of a tensor, as a share of rho times the length of its weights. 0 has none:
+    the penalty method, without multipliers."""
+    servers: Literal["processes"] = "processes"
+    """Where the common solution is: in processes of their own."""
+    shards: int = Field(default=1, gt=0)
+    """Servers, each of which holds a part of the weights; large tensors are split."""
+
+    def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
+        """With servers, which keep what each replica sent last."""
+        return Holding("processes", self.shards)
+
+    def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int:  # noqa: ARG002
+        """A copy of the weights each way, every `period` steps."""
+        return round(2 * weights / self.period)
+
+    def join(self, replica: Replica, seat: Seat, number: int) -> "Admm":
+        """Servers that keep the mean of what replicas sent last."""
+        terms = {"rule": CONSENSUS, "wanted": self.least, "delay": self.delay}
+        return Admm(replica, reach_shards(replica, seat, number, terms), self, turn=number)
+
+
+class Admm(OwnWeights, Downpour):
+    """One replica, its multipliers, and the common solution as it last received it."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        shards: Sequence[tuple[Sequence[Slice], ShardClient]],
+        options: Options,
+        *,
+        turn: int,
+    ) -> None:
+        super().__init__(replica, shards, rule=CONSENSUS, server_momentum=0.0, push_every=1, fetch_every=1, turn=turn)
+        self._rho, self._period, self._limit = options.rho, options.period, options.dual_limit
+        self._common: list[Tensor] = []
+        self._duals: list[Tensor] = []
+        self._message: list[Tensor] = []
+
+    def begin(self, *, first: bool) -> None:
+        super().begin(first=first)
+        self._common = [weight.clone() for weight in self.replica.weights]
+        self._duals = [torch.zeros_like(weight) for weight in self.replica.weights]
+        self._message = [torch.empty_like(weight) for weight in self.replica.weights]
+
+    def step(self, rate: float | None) -> bool:
+        self.tally.steps += 1
+        self._count += 1
+        gradients = self.replica.gradients()
+        for gradient, weight, common, dual in zip(
+            gradients, self.replica.weights, self._common, self._duals, strict=True
+        ):
+            gradient.add_(dual).add_(weight, alpha=self._rho).sub_(common, alpha=self._rho)
+        self.replica.tell_gradients()
+        self._own_step(rate)
+        if self._count % self._period == 0:
+            self._agree()
+        return True
+
+    def _agree(self) -> None:
+        """Update the multipliers, send, and receive the common solution."""
+        weights = self.replica.weights
+        for dual, weight, common, message in zip(self._duals, weights, self._common, self._message, strict=True):
+            dual.add_(weight, alpha=self._rho).sub_(common, alpha=self._rho)
+            longest = self._limit * self._rho * weight.norm()
+            dual.mul_((longest / dual.norm().clamp_min(torch.finfo(dual.dtype).tiny)).clamp_max(1.0))
+            torch.add(weight, dual, alpha=1 / self._rho, out=message)
+        self._push_and_fetch(self._message, 1.0, into=self._common)
+        self._fetch_count += 1
+        if self._fetch_count % SPREAD_EVERY == 0:
+            self.tally.spread = distance(weights, self._common)
+
+    def _copy_now_and_then(self) -> list[Tensor] | None:
+        """Nothing to measure here: what comes back does not replace this replica's weights (see `_agree`)."""
+        return None
+
+    def own_state(self) -> dict[str, Tensor]:
+        duals = {f"dual/{name}": dual for name, dual in zip(self.replica.names, self._duals, strict=True)}
+        return {**super().own_state(), **duals}
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        super().put_own_state({name: value for name, value in state.items() if not name.startswith("dual/")})
+        for name, dual in zip(self.replica.names, self._duals, strict=True):
+            dual.copy_(state[f"dual/{name}"])

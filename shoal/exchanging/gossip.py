@@ -1,0 +1,388 @@
+"""`gossip`: replicas train on their own and now and then send their weights to another, drawn at random; no server.
+
+Keeps       mode=push (GoSGD, Blot et al. 2016): every replica has a share, and all shares, those on their way
+            included, add up to one; the mean of weights by shares moves by gradients alone, whatever the order in
+            which messages arrive. mode=pair: two replicas meet in the middle, and the plain mean stays. That mean is
+            tested and saved. One replica is plain SGD, bit for bit.
+Gives up    replicas differ from each other (measured as `spread` when their mean is taken).
+Costs       per step and replica `probability` copies of the weights, sent beside the training; two or three more
+            copies of the weights in each replica (what is sent, what arrived). A test asks every replica for its
+            weights.
+Failure     a replica that dies or freezes is missed by nobody. What was on its way to it goes back to the sender; its
+            own share is lost with it, as is what it did since it last spoke, though its batches count: shares are
+            compared with each other only, so that nothing else changes. One that comes late is given half of
+            another's share; one that leaves gives its own away.
+"""
+
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from shoal.errors import PeerError
+from shoal.exchanging.base import Kind, OwnWeights, distance
+from shoal.exchanging.membership.peers import Peers
+from shoal.exchanging.membership.seat import Seat
+from shoal.exchanging.replica import Replica
+from shoal.exchanging.servers.shard import copy_all, on_host
+from shoal.transport.links import Link, LinkError, fields
+
+FIRST = 0
+"""The number of the replica whose weights all others begin with."""
+DRAIN_SECONDS = 5.0
+"""Time that a message on its way has to arrive before this replica shows its weights to another."""
+FIND_SECONDS = 30.0
+"""Time that a replica that joins late has to find another."""
+
+
+class Options(Kind):
+    """Replicas send their weights to one another, drawn at random, and mix what they get (GoSGD, Blot et al. 2016)."""
+
+    name = "gossip"
+    keeps_own = True
+
+    probability: float = Field(default=0.25, ge=0, le=1)
+    """Of sending after a step."""
+    period: int | None = Field(default=None, gt=0)
+    """Send after every so many steps, in the place of `probability`."""
+    mode: Literal["push", "pair"] = "push"
+    """push: the receiver mixes by shares. pair: both take the mean of the two."""
+
+    def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
+        """It is drawn; nothing where there is nobody to send to."""
+        return 0 if replicas == 1 else None
+
+    def join(self, replica: Replica, seat: Seat, number: int) -> "Gossip":
+        """Each rank talks to the same rank of other replicas."""
+        return Gossip(
+            replica,
+            Peers(seat, number),
+            random.Random(f"{number}/{seat.rank}"),
+            share=first_share(seat, number),
+            probability=self.probability,
+            period=self.period,
+            pairs=self.mode == "pair",
+        )
+
+
+def first_share(seat: Seat, number: int) -> float:
+    """Equal shares for the replicas that the run begins with; one that joins later gets some from another."""
+    return 1 / seat.meeting.replicas if number < seat.meeting.replicas else 0.0
+
+
+class Gossip(OwnWeights):
+    """One rank of one replica: its weights, its share of the whole, and what arrived and is not mixed in yet."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        peers: Peers,
+        draws: random.Random,
+        *,
+        share: float,
+        probability: float = 0.0,
+        period: int | None = None,
+        pairs: bool = False,
+    ) -> None:
+        super().__init__(replica)
+        self._peers, self._draws = peers, draws
+        self._probability, self._period, self._pairs = probability, period, pairs
+        self._count = 0
+        self._mixing = threading.Lock()
+        """Guards weights, shares and the inbox, which training and the threads that answer peers read and change."""
+        self.share = share
+        """How much these weights count in the mean. Those of all replicas and of messages on their way add up to 1."""
+        self._inbox = [torch.zeros_like(weight, device="cpu") for weight in replica.weights]
+        self._inbox_share = 0.0
+        """Of the weights in the inbox. In pairs the inbox holds a change, and this is 1 where there is one."""
+        self._kept: list[Tensor] = []
+        """This replica's own weights while the network shows the mean; else empty."""
+        self._arriving = threading.Lock()
+        self._arrival = [torch.empty_like(weight) for weight in self._inbox]
+        self._outbox = _Outbox(self._deliver)
+        self._traffic = (0, 0)
+
+    def begin(self, *, first: bool) -> None:
+        self._peers.listen(self._answer)
+        if not first:
+            self._take_from_another()
+        self.replica.tell_weights()
+
+    def _take_from_another(self) -> None:
+        """Take a peer's weights; a replica that joins late also gets half of its share."""
+        late = not self.share
+        for peer in self._peers.wait_for(None if late else FIRST, FIND_SECONDS):
+            with suppress(LinkError):
+                reply = self._peers.ask(peer, {"op": "split" if late else "show"}, into=self._arrival)
+                copy_all(self.replica.weights, self._arrival)
+                self.share = fields.number(reply.head, "share") if late else self.share
+                return
+        raise PeerError("no replica gave this one its first weights.", "Look at what the others did.")
+
+    def step(self, rate: float | None) -> bool:
+        self.tally.steps += 1
+        self._count += 1
+        with self._mixing:
+            self._kept = []
+            self._own_step(rate)
+            mixed = self._mix()
+        self._tell_ranks(mixed)
+        if self._speaks_now():
+            self._speak()
+        self._count_traffic()
+        return True
+
+    def _speaks_now(self) -> bool:
+        if self._period is not None:
+            return self._count % self._period == 0
+        return self._draws.random() < self._probability
+
+    def _tell_ranks(self, mixed: bool) -> None:
+        """Give what this rank mixed in to the replica's other ranks that hold the same shards."""
+        transport = self.replica.transport
+        if transport.world > 1 and any(row[0] for row in transport.gather_numbers([mixed])):
+            self.replica.tell_weights()
+
+    def _speak(self) -> None:
+        """Send weights to a peer drawn at random, unless the last message is still on its way."""
+        peers = self._peers.there()
+        if not peers or not self.replica.names or self._outbox.busy:
+            return
+        with self._mixing:
+            if not self._pairs:
+                self.share /= 2
+            sent = on_host([weight.clone() for weight in self.replica.weights])
+            message = self._draws.choice(peers), sent, self.share
+        self.tally.updates += 1
+        self._outbox.put(message)
+
+    def _deliver(self, peer: int, sent: list[Tensor], share: float) -> None:
+        """In the outbox's thread: send to a peer. If that fails, weights and share go to this replica's inbox."""
+        try:
+            if self._pairs:
+                theirs = [torch.empty_like(weight) for weight in sent]
+                self._peers.ask(peer, {"op": "pair"}, sent, into=theirs)
+                torch._foreach_sub_(theirs, sent)
+                with self._mixing:
+                    torch._foreach_add_(self._inbox, theirs, alpha=0.5)
+                    self._inbox_share = 1.0
+            else:
+                self._peers.ask(peer, {"op": "push", "share": share}, sent)
+        except LinkError:
+            self.tally.dropped += 1
+            if not self._pairs:
+                with self._mixing:
+                    self._put_in_inbox(sent, share)
+
+    def _put_in_inbox(self, weights: Sequence[Tensor], share: float) -> None:
+        """Add weights to those in the inbox: their mean by shares."""
+        self._inbox_share += share
+        for kept, arrived in zip(self._inbox, weights, strict=True):
+            kept.lerp_(arrived, share / self._inbox_share)
+
+    def _mix(self) -> bool:
+        """Mix what is in the inbox into this replica's weights; whether there was anything."""
+        if not self._inbox_share:
+            return False
+        weights = self.replica.weights
+        if self._pairs:
+            for weight, change in zip(weights, self._inbox, strict=True):
+                weight.add_(change.to(weight.device))
+                change.zero_()
+        else:
+            part = self._inbox_share / (self.share + self._inbox_share)
+            for weight, arrived in zip(weights, self._inbox, strict=True):
+                weight.lerp_(arrived.to(weight.device), part)
+            self.share += self._inbox_share
+        self._inbox_share = 0.0
+        return True
+
+    def flush(self) -> None:
+        """Wait until the message on its way has arrived, or has come back."""
+        self._outbox.wait(DRAIN_SECONDS)
+
+    def hand_over(self) -> None:
+        """Give weights and share to another replica."""
+        self.flush()
+        if self._pairs:
+            return
+        with self._mixing:
+            self._mix()
+            own = on_host([weight.clone() for weight in self.replica.weights])
+        for peer in self._draws.sample(self._peers.there(), len(self._peers.there())):
+            with suppress(LinkError):
+                self._peers.ask(peer, {"op": "push", "share": self.share}, own)
+                self.share = 0.0
+                return
+
+    def settle(self) -> None:
+        """The mean of all replicas' weights, by shares. One that does not answer is left out.
+
+        Until its next step this replica tells others of the weights that it had: so all that settle while nobody steps
+        get the same, bit for bit.
+        """
+        with self._waiting():
+            self.flush()
+            with self._mixing:
+                self._keep()
+                own, own_share = self._weights_now()
+            mean, total = [torch.zeros_like(weight) for weight in own], 0.0
+            for number in sorted([self._peers.replica, *self._peers.there()]) if own else ():
+                with suppress(LinkError), self._arriving:
+                    theirs, share = (own, own_share) if number == self._peers.replica else self._seen(number)
+                    total += share
+                    for kept, arrived in zip(mean, theirs, strict=True):
+                        kept.lerp_(arrived, share / total if total else 0.0)
+            self.tally.spread = distance(own, mean) if own else None
+            with self._mixing:
+                copy_all(self.replica.weights, mean)
+        self._count_traffic()
+        self.replica.tell_weights()
+
+    def _keep(self) -> None:
+        """Keep a copy of the weights, which others are shown while the network has the mean."""
+        if not self._kept:
+            self._mix()
+            self._kept = [weight.clone() for weight in self.replica.weights]
+
+    def _seen(self, peer: int) -> tuple[Sequence[Tensor], float]:
+        reply = self._peers.ask(peer, {"op": "show"}, into=self._arrival)
+        return self._arrival, fields.number(reply.head, "share")
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """The mean in the network. Meanwhile peers are sent this replica's own weights."""
+        self.settle()
+        try:
+            yield
+        finally:
+            with self._mixing:
+                copy_all(self.replica.weights, self._kept)
+                self._kept = []
+            self.replica.tell_weights()
+
+    def own_state(self) -> dict[str, Tensor]:
+        with self._mixing:
+            self._mix()
+        return {**super().own_state(), "share": torch.tensor(self.share, dtype=torch.float64)}
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        with self._mixing:
+            super().put_own_state({name: value for name, value in state.items() if name != "share"})
+            self.share = float(state["share"])
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._peers.close()
+        for error in self._peers.errors:
+            raise error
+
+    def _count_traffic(self) -> None:
+        sent, received = self._peers.sent_bytes, self._peers.received_bytes
+        self.tally.sent_bytes += sent - self._traffic[0]
+        self.tally.received_bytes += received - self._traffic[1]
+        self._traffic = sent, received
+
+    # What peers say, answered in threads of their own
+
+    def _answer(self, link: Link, head: dict[str, Any]) -> None:
+        match fields.text(head, "op", ("push", "pair", "show", "split")):
+            case "push":
+                share = fields.number(head, "share")
+                with self._arriving:
+                    link.receive_into(self._arrival)
+                    with self._mixing:
+                        self._put_in_inbox(self._arrival, share)
+                link.send({})
+            case "pair":
+                with self._arriving:
+                    link.receive_into(self._arrival)
+                    with self._mixing:
+                        own, _ = self._weights_now()
+                        for change, theirs, mine in zip(self._inbox, self._arrival, own, strict=True):
+                            change.add_(theirs - mine, alpha=0.5)
+                        self._inbox_share = 1.0
+                link.send({}, own)
+            case "show":
+                self._outbox.wait(DRAIN_SECONDS)
+                with self._mixing:
+                    own, share = self._weights_now()
+                link.send({"share": share}, own)
+            case "split":
+                with self._mixing:
+                    own, share = self._weights_now()
+                    if not self._pairs:
+                        self.share /= 2
+                        self._inbox_share /= 2
+                        share /= 2
+                link.send({"share": share}, own)
+
+    def _weights_now(self) -> tuple[list[Tensor], float]:
+        """A copy of the weights with the inbox mixed in, and its share. Neither the weights nor the inbox change."""
+        own = on_host([weight.clone() for weight in self._kept or self.replica.weights])
+        if self._pairs:
+            if own:
+                torch._foreach_add_(own, self._inbox)
+            return own, self.share
+        share = self.share + self._inbox_share
+        if self._inbox_share:
+            for weight, arrived in zip(own, self._inbox, strict=True):
+                weight.lerp_(arrived, self._inbox_share / share)
+        return own, share
+
+
+class _Outbox:
+    """Sends one message at a time, in a thread of its own, so that training goes on."""
+
+    def __init__(self, deliver: Any) -> None:
+        self._deliver = deliver
+        self._message: Any = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal-outbox", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is on its way. What went wrong with the last one, other than its receiver, is raised."""
+        if self._error is not None:
+            raise self._error
+        return self._message is not None
+
+    def put(self, message: Any) -> None:
+        """Send it; only when not `busy`."""
+        with self._changed:
+            self._message = message
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until no message is on its way, for so many seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._message is None, timeout=seconds)
+
+    def close(self) -> None:
+        """End the thread, without waiting for a message on its way for longer than a second."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._message is not None)
+                if self._closed:
+                    return
+            try:
+                self._deliver(*self._message)
+            except Exception as error:
+                self._error = error
+            with self._changed:
+                self._message = None
+                self._changed.notify_all()

@@ -1,0 +1,130 @@
+"""One rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shoal.exchanging.membership.meeting import Meeting
+from shoal.exchanging.membership.pulse import Pulse
+from shoal.transport import Transport
+from shoal.transport.links import JSON, Address, Frame, Link, LinkLost, connect
+
+
+class Seat:
+    """This rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
+
+    def __init__(
+        self, meeting: Meeting, *, rank: int, replica: int | None, pids: Sequence[int], heartbeat: float
+    ) -> None:
+        self.meeting, self.rank = meeting, rank
+        self.welcome: Mapping[str, Any] = {"replica": replica}
+        self._link: Link | None = None
+        if rank == 0:
+            hello: dict[str, JSON] = {"as": "replica", "replica": replica, "pids": list(pids)}
+            self._link = connect(meeting.address, meeting.token, hello, name="the coordinator")
+            self._link.give_up_after(meeting.timeout)
+            self.welcome = self._link.receive().head
+        self.heartbeat = heartbeat
+        """Seconds of silence after which a peer counts as frozen."""
+        self._living: tuple[Link, Pulse] | None = None
+        self._listening: tuple[Link, threading.Thread] | None = None
+        """The link on which this rank is told things unasked, if it listens."""
+
+    def live(self, replica: int) -> None:
+        """Begin to give signs of life as a rank of `replica`. The first rank does so on the link that it asks on."""
+        if self._link is not None:
+            self._living = self._link, Pulse(self._link, self.heartbeat, {"ask": "pulse"})
+            return
+        hello: dict[str, JSON] = {"as": "pulse", "replica": replica, "rank": self.rank}
+        link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+        link.give_up_after(self.meeting.timeout)
+        self._living = link, Pulse(link, self.heartbeat)
+
+    def listen(
+        self, replica: int, hear: Callable[[Mapping[str, Any]], None], inbox: tuple[Address, str] | None = None
+    ) -> None:
+        """Call `hear`, in a thread of its own, with whatever the coordinator tells this rank unasked.
+
+        `inbox`: where this rank listens to the same rank of other replicas, and what these must know; it is then told
+        of theirs, whenever that changes.
+        """
+        hello: dict[str, JSON] = {"as": "ear", "replica": replica, "rank": self.rank, "inbox": None, "token": ""}
+        if inbox is not None:
+            hello |= {"inbox": list(inbox[0]), "token": inbox[1]}
+        link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+
+        def listening() -> None:
+            with suppress(LinkLost):
+                while True:
+                    hear(link.receive().head)
+
+        thread = threading.Thread(target=listening, name="shoal-ear", daemon=True)
+        thread.start()
+        self._listening = link, thread
+
+    def ask(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> Frame:
+        """The coordinator's answer; only the first rank of a replica asks."""
+        self.send(head, buffers)
+        return self.hear()
+
+    def send(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
+        """Ask now; `answer` receives the answer later."""
+        self._asking().send(head, buffers)
+
+    def hear(self) -> Frame:
+        """The answer to the oldest question that is not answered yet."""
+        return self._asking().receive()
+
+    def _asking(self) -> Link:
+        if self._link is None:
+            raise ValueError("only the first rank of a replica asks")
+        return self._link
+
+    def leave(self) -> None:
+        """Say goodbye and close the links."""
+        self._stop_listening()
+        if self._living is not None:
+            link, pulse = self._living
+            pulse.stop()
+            if link is not self._link:
+                with suppress(LinkLost):
+                    link.send({"bye": True})
+                link.close()
+        if self._link is not None:
+            with suppress(LinkLost):
+                self.ask({"ask": "leave"})
+            self._link.close()
+
+    def hang_up(self) -> None:
+        """Close the links without saying goodbye, unless `leave` did: the coordinator counts the replica as lost."""
+        self._stop_listening()
+        if self._link is not None:
+            self._link.close()
+        if self._living is not None:
+            link, pulse = self._living
+            link.close()
+            pulse.stop()
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            link, thread = self._listening
+            link.close()
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+
+def take_seat(meeting: Meeting, transport: Transport, replica: int | None, pids: Sequence[int], beat: float) -> Seat:
+    """This rank's seat, which gives signs of life from here on. All ranks of a replica call it.
+
+    `replica` None: whatever number the coordinator gives, in `welcome`, which all ranks have. `pids`: of all its ranks.
+    """
+    seat = Seat(meeting, rank=transport.rank, replica=replica, pids=pids, heartbeat=beat)
+    try:
+        welcomes = transport.gather_objects(dict(seat.welcome) if transport.rank == 0 else None)
+        seat.welcome = next(welcome for welcome in welcomes if welcome is not None)
+        seat.live(seat.welcome["replica"])
+    except BaseException:
+        seat.hang_up()
+        raise
+    return seat

@@ -1,0 +1,131 @@
+"""How gradients go through a program, and this rank's part of every layer: worked out once, the same in every step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.execution.peers import RankPeers
+from shoal.graph import State
+from shoal.lowering.placement import Placed
+from shoal.lowering.program import Compute, Fetch, Program
+from shoal.operators.base import Part
+from shoal.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """This rank's part of one layer, with everything about it that is the same in every step."""
+
+    placed: Placed
+    name: str
+    part: Part
+    letters: frozenset[str]
+    peers: RankPeers
+    flows: bool
+    """Whether a gradient goes through the layer."""
+    states: tuple[tuple[str, str, bool, bool], ...]
+    """(argument, state, whether the layer updates it, whether it learns)."""
+    tiles: tuple[tuple[str, int, bool], ...]
+    """(argument, Fetch, whether its value wants a gradient)."""
+    link: int | None
+    """The Fetch that links the layer to the one before it in its chain."""
+    before: str
+    """The value that this Fetch passes on; empty without one."""
+    goes_on: bool
+    """Whether the next layer goes on with its autograd graph."""
+    reader: int | None
+    """The one Fetch that moves its output, where what autograd saved of it can be replaced."""
+    waits: bool
+    """Whether backward sends its input's gradient before it computes its parameters'."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How gradients go through a program; the same for every step that trains the same parameters."""
+
+    program: Program
+    trainable: frozenset[str]
+    grads_for: frozenset[str]
+    segments: Sequence[range]
+    linked: frozenset[int]
+    """The Fetches of all links."""
+    parts: Mapping[int, RankPart]
+    """This rank's part of every layer that it has one of, by the index of the layer."""
+
+
+def find_route(
+    program: Program,
+    trainable: frozenset[str],
+    input_grads: frozenset[str],
+    pieces: Sequence[range],
+    transport: Transport,
+    *,
+    chains: bool,
+    local_statistics: bool,
+) -> Route:
+    """The route of steps that train these parameters and find the gradients of these inputs.
+
+    `pieces`: the segments of the list that run one after another; `chains`: whether neighbouring layers that pass a
+    value on within each rank become one autograd graph. Raises what torch raises where shapes alone forbid a layer.
+    """
+    links, goes_on = _links_within(program, pieces if chains else ())
+    flowing = program.needing_grad(trainable, input_grads)
+    parts = _parts(program, transport, local_statistics, trainable, flowing, links, goes_on)
+    return Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
+
+
+def _parts(
+    program: Program,
+    transport: Transport,
+    local_statistics: bool,
+    trainable: frozenset[str],
+    flowing: frozenset[str],
+    links: Mapping[int, int],
+    goes_on: frozenset[int],
+) -> dict[int, RankPart]:
+    """This rank's part of every layer that it has one of, by the index of the layer's instruction."""
+    rank, parts = transport.rank, {}
+    for index, compute in enumerate(program.instructions):
+        if not isinstance(compute, Compute):
+            continue
+        compute.placed.facts.check(compute.placed.op, compute.placed.parts, local=local_statistics)
+        if (part := compute.placed.parts[rank]) is None:
+            continue
+        placed, name, link = compute.placed, compute.placed.layer.name, links.get(index)
+        updates, needs = placed.updates, placed.needs[rank]
+        read = [(argument, ref) for argument, ref in placed.layer.tensors if argument in needs]
+        states = tuple(
+            (argument, ref.name, argument in updates, ref.name in trainable)
+            for argument, ref in read
+            if isinstance(ref, State)
+        )
+        tiles = tuple(
+            (argument, compute.sources[argument], ref.name in flowing and compute.sources[argument] != link)
+            for argument, ref in read
+            if not isinstance(ref, State)
+        )
+        before = None if link is None else program.instructions[link]
+        learns = any(learning for *_, learning in states)
+        sends = any(key in program.crossing for _, key, wanted in tiles if wanted)
+        parts[index] = RankPart(
+            placed=placed,
+            name=name,
+            part=part,
+            letters=placed.cut_letters,
+            peers=RankPeers(placed, transport),
+            flows=name in flowing,
+            states=states,
+            tiles=tiles,
+            link=link,
+            before=before.value if isinstance(before, Fetch) else "",
+            goes_on=index in goes_on,
+            reader=program.only_moved_to.get(name),
+            # not within a chain: its other layers would be walked, and would send, twice
+            waits=placed.rule.apart and link is None and learns and sends,
+        )
+    return parts
+
+
+def _links_within(program: Program, pieces: Sequence[range]) -> tuple[dict[int, int], frozenset[int]]:
+    """The program's links whose two layers lie in one piece: (Fetch by reader, producers)."""
+    kept = {key: (a, b) for key, (a, b) in program.links.items() if any(a in piece and b in piece for piece in pieces)}
+    return {reader: key for key, (_, reader) in kept.items()}, frozenset(producer for producer, _ in kept.values())

@@ -1,0 +1,122 @@
+"""What one training step sends, read off the program: the same numbers that the transport counts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.lowering.placement import Placed, sharers
+from shoal.lowering.program import Compute, Fetch, Program, Settle
+from shoal.moves import Layout, Move
+from shoal.partition import volume
+from shoal.traffic import Sent, ring_bytes
+
+GRADIENTS = "gradients"
+"""The label of gradient sums, whose buckets span layers; everything else is labelled with its layer."""
+INPUT = "input"
+"""The label of the sum of an input's gradient, where every rank passed the whole input."""
+SUMMED_BYTES = 4
+"""What rules sum over parts, they sum in float32 at least."""
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed together."""
+
+    ranks: tuple[int, ...]
+    names: list[str] = field(default_factory=list)
+    bytes: int = 0
+
+
+def fill_buckets(shards: Iterable[tuple[str, tuple[int, ...], str, int]], limit: int) -> list[Bucket]:
+    """Neighbours with the same ranks and type share a bucket, which is closed when it has `limit` bytes.
+
+    A gradient that large has a bucket of its own, and so need not be copied into one.
+    `shards`: (name, ranks, type, bytes) in the order in which backward finishes them.
+    """
+    closed: list[Bucket] = []
+    opened: dict[tuple[tuple[int, ...], str], Bucket] = {}
+    for name, ranks, dtype, size in shards:
+        if len(ranks) < 2 or not size:
+            continue
+        if size >= limit:
+            closed.append(Bucket(ranks, [name], size))
+            continue
+        bucket = opened.setdefault((ranks, dtype), Bucket(ranks))
+        bucket.names.append(name)
+        bucket.bytes += size
+        if bucket.bytes >= limit:
+            closed.append(opened.pop((ranks, dtype)))
+    return [*closed, *opened.values()]
+
+
+def step_traffic(
+    program: Program,
+    rank: int,
+    *,
+    trainable: Sequence[str],
+    homes: Mapping[str, Layout],
+    itemsize: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    bucket_bytes: int,
+    inputs: frozenset[str] = frozenset(),
+    local_statistics: bool = False,
+    again: range = range(0),
+) -> dict[str, Sent]:
+    """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
+
+    `trainable`: states in the order in which backward finishes them; `homes`: where states live; `itemsize`: bytes
+    of one element of every value and state; `inputs`: those whose gradient is wanted; `again`: the instructions whose
+    forward pass is run a second time.
+    """
+    flowing = program.needing_grad(frozenset(trainable), inputs)
+    by_label: dict[str, Sent] = {}
+    for index, instruction in enumerate(program.instructions):
+        runs = 1 + (index in again)
+        match instruction:
+            case Fetch(identity=True):
+                pass
+            case Fetch(value=value, moves=moves) | Settle(value=value, moves=moves):
+                sent = _moved(moves, rank, itemsize[value], runs, back=value in flowing)
+                _note(by_label, instruction.label, sent)
+            case Compute(placed=placed):
+                name, reads = placed.layer.name, placed.layer.reads
+                back = name in flowing if placed.copies else any(read in flowing for read in reads)
+                _note(by_label, name, _summed(placed, rank, itemsize[name], runs, back, local_statistics))
+    shards = []
+    for name in trainable:
+        box = homes[name][rank]
+        if box is not None:
+            shards.append((name, sharers(homes[name])[box], dtypes[name], volume(box) * itemsize[name]))
+    for bucket in fill_buckets(shards, bucket_bytes):
+        size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
+        _note(by_label, GRADIENTS, Sent(size, 1))
+    for name, spec in program.graph.inputs.items():
+        if name in flowing & program.copies and program.ranks > 1:
+            _note(by_label, INPUT, Sent(ring_bytes(spec.elements * itemsize[name], program.ranks, rank), 1))
+    return by_label
+
+
+def _note(by_label: dict[str, Sent], label: str, sent: Sent) -> None:
+    if sent.messages:
+        by_label[label] = by_label.get(label, Sent()) + sent
+
+
+def _moved(moves: tuple[Move, ...], rank: int, itemsize: int, runs: int, *, back: bool) -> Sent:
+    forward = [move for move in moves if move.src == rank != move.dst] * runs
+    backward = [move for move in moves if back and move.dst == rank != move.src]
+    mine = forward + backward
+    return Sent(sum(volume(move.box) for move in mine) * itemsize, len(mine))
+
+
+def _summed(placed: Placed, rank: int, itemsize: int, runs: int, back: bool, local: bool) -> Sent:
+    part = placed.parts[rank]
+    sent = Sent()
+    if part is None:
+        return sent
+    parts = dict(placed.cut.degrees)
+    for summed in placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local):
+        ranks = placed.group(rank, summed.over)
+        passes = summed.forward * runs + (summed.backward and back)
+        if len(ranks) > 1 and passes:
+            size = ring_bytes(summed.elements * max(itemsize, SUMMED_BYTES), len(ranks), ranks.index(rank))
+            sent += Sent(size * passes, passes)
+    return sent

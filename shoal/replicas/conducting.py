@@ -1,0 +1,218 @@
+"""The loop around the conductor: it brings questions, events and time in, and carries out what comes of them.
+
+    replicas ──▶ coordinator's threads ──▶ Conductor, under the coordinator's lock ──▶ recorder, listener, coordinator
+
+Files are written outside the lock, while other replicas ask.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shoal.config import TrainConfig
+from shoal.errors import MessageError, RunError, ShoalError
+from shoal.exchanges import ExchangeOptions, Holding
+from shoal.exchanging import Event, Meeting, MeetingPlace, Member
+from shoal.replicas.conductor import Conductor, Place
+from shoal.replicas.effects import (
+    Effect,
+    ForFiles,
+    HowFar,
+    Log,
+    Mark,
+    Rest,
+    Stepped,
+    Suspect,
+    Told,
+    WriteCheckpoint,
+)
+from shoal.replicas.orders import Noted, order_head, read_question
+from shoal.replicas.recorder import Recorder
+from shoal.result import RunResult
+from shoal.training.listener import About, Listener
+from shoal.transport.links import Frame
+
+LOOKS_PER_HEARTBEAT = 4
+"""How often the conductor checks whether replicas make progress."""
+
+
+class Conducting:
+    """A run under way: its conductor, and where its replicas meet."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        options: ExchangeOptions,
+        about: About,
+        recorder: Recorder,
+        listener: Listener,
+        past: HowFar | None,
+        *,
+        held: Holding,
+        host: str,
+        store: str,
+        folder: str,
+        own: int | None = None,
+    ) -> None:
+        self._recorder, self._listener = recorder, listener
+        place = Place(folder, *held, own=own)
+        self._conductor = Conductor(config, options, about, place, past, now=time.monotonic())
+        self._place = MeetingPlace(
+            options,
+            config.replicas,
+            held,
+            host=host,
+            store=store,
+            timeout=config.timeout,
+            answer=self._answer,
+            on_event=self._on_event,
+            on_error=self._on_error,
+        )
+        self._coordinator = self._place.coordinator
+        self._changed = self._coordinator.changed
+        self._closing = threading.Event()
+        pause = options.heartbeat / LOOKS_PER_HEARTBEAT
+        self._looking = threading.Thread(target=self._look, args=(pause,), name="shoal-progress", daemon=True)
+        self._looking.start()
+
+    # What the process that started the run asks and tells
+
+    @property
+    def over(self) -> bool:
+        """Whether replicas need not go on."""
+        return self._conductor.over
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some replica trains, or may again."""
+        with self._changed:
+            return self._conductor.goes_on
+
+    @property
+    def result(self) -> RunResult | None:
+        """What the run did, if it is done."""
+        return self._recorder.result
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the run failed, if it did."""
+        return self._conductor.error
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where replicas find this run."""
+        return self._place.meeting
+
+    def start_servers(self) -> None:
+        """Start the server processes, if there are any."""
+        self._place.start_servers(on_end=self._server_ended)
+
+    def stop(self) -> None:
+        """The user asked for it: let one replica save, then all leave."""
+        with self._changed:
+            self._carry_out(self._conductor.stop())
+
+    def lost(self, replica: int, why: str) -> None:
+        """A replica's processes ended; its links say so too, but not why."""
+        with self._changed:
+            self._carry_out(self._conductor.process_ended(replica, why))
+            self._coordinator.drop(replica)
+
+    def warn(self, text: str) -> None:
+        """Something that the user should know before it happens."""
+        with self._changed:
+            self._carry_out(self._conductor.warn(text))
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until every replica has left or is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._coordinator.active(), timeout=seconds)
+
+    def ended(self) -> RunResult:
+        """The result; or why there is none."""
+        if self.result is not None:
+            return self.result
+        raise self._conductor.why_no_result()
+
+    def close(self) -> None:
+        """End the meeting place, with all its processes."""
+        self._closing.set()
+        self._looking.join()
+        self._place.close()
+
+    # What comes in
+
+    def _answer(self, member: Member, frame: Frame) -> tuple[Mapping[str, Any], list[Any]]:
+        try:
+            question = read_question(frame.head)
+            with self._changed:
+                order, effects = self._conductor.answer(
+                    member.replica, question, time.monotonic(), parts=len(frame.buffers)
+                )
+                for_files = self._carry_out(effects)
+        except MessageError as error:  # only this replica is lost, not the run
+            self.lost(member.replica, error.problem)
+            return order_head(Noted()), []
+        self._write(for_files, frame.buffers)
+        return order_head(order), []
+
+    def _write(self, effects: Sequence[ForFiles], buffers: Sequence[Tensor]) -> None:
+        for effect in effects:
+            self._recorder.write(effect, buffers)
+        if any(isinstance(effect, WriteCheckpoint) for effect in effects):
+            with self._changed:
+                self._carry_out(self._conductor.written())
+
+    def _on_event(self, event: Event) -> None:
+        self._carry_out(self._conductor.happened(event.what, event.who, time.monotonic()))
+
+    def _server_ended(self, number: int) -> None:
+        with self._changed:
+            self._carry_out(self._conductor.server_ended(number))
+
+    def _on_error(self, error: Exception) -> None:
+        """Called in a thread of the coordinator: an error that ends the run, or a bug of ours."""
+        failure = error
+        if not isinstance(failure, ShoalError):
+            failure = RunError(
+                f"the conductor failed: {type(error).__name__}: {error}.", "This is a bug: please report it."
+            )
+            failure.__cause__ = error
+        with self._changed:
+            self._conductor.fail(failure)
+
+    def _look(self, pause: float) -> None:
+        try:
+            while not self._closing.wait(pause):
+                with self._changed:
+                    heard = {member.replica: member.heard for member in self._coordinator.members.values()}
+                    self._carry_out(self._conductor.tick(time.monotonic(), heard))
+        except Exception as error:
+            self._on_error(error)
+
+    # What is to be done
+
+    def _carry_out(self, effects: Sequence[Effect]) -> list[ForFiles]:
+        """Carry out all effects except those that take long, which are returned."""
+        later: list[ForFiles] = []
+        for effect in effects:
+            match effect:
+                case Log():
+                    self._recorder.log(effect.values)
+                    self._listener.logged(effect.values)
+                case Mark():
+                    self._recorder.mark(effect.replica)
+                case Stepped():
+                    self._listener.stepped(effect.steps, effect.epochs)
+                case Told():
+                    self._listener.happened(effect.what, effect.who)
+                case Rest():
+                    self._coordinator.rest(effect.replica, resting=effect.resting)
+                case Suspect():
+                    self._coordinator.suspect(effect.replica, hangs=effect.hangs)
+                case _:
+                    later.append(effect)
+        return later

@@ -1,0 +1,213 @@
+"""What a run of replicas did so far, for lines of metrics, checkpoints and the result. Pure."""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.config import TrainConfig
+from shoal.data import Position
+from shoal.exchanges import ExchangeOptions
+from shoal.replicas.effects import HowFar
+from shoal.replicas.orders import StepsDone
+from shoal.replicas.scores import Scores
+from shoal.result import BytesPerStep, ExchangeReport, Staleness
+from shoal.training.evaluate import Evaluation
+from shoal.training.learning_rate import rate_at
+from shoal.training.learns import stopped_learning
+from shoal.training.listener import About
+from shoal.training.outcome import Measured
+
+MOST_LISTED = 32
+"""Up to so many replicas a line of metrics lists each; of more it gives least, median and most: lines are many, and at
+1,000 replicas each would have 48 KB. `result.json` has all of them."""
+
+
+class Journal:
+    """Of one run, whose earlier parts did what `past` says. `now` is in seconds of a clock that only goes forward."""
+
+    def __init__(self, config: TrainConfig, options: ExchangeOptions, about: About, past: HowFar, now: float) -> None:
+        self._config, self._options, self._about, self._past = config, options, about, past
+        self._rates = config.rates()
+        self.total = config.epochs * about.steps_per_epoch
+        """Batches of the whole run."""
+        self.scores = Scores(past.scores)
+        self._made, self._begun = now, now - past.wall_seconds
+        self.started = False
+        """Whether a step was begun in this part of the run."""
+        self._losses: list[float] = []
+        self._epoch_losses: list[float] = []
+        self._stopped_learning: str | None = None
+        self._last_loss = past.last_loss
+        self._logged, self._logged_at = past.counted, now
+        self._events = list(past.events)
+
+    @property
+    def _samples_per_batch(self) -> int:
+        return self._config.batch if self._options.same_batch else self._config.replica_batch
+
+    def rate(self, number: int) -> float:
+        """The learning rate for a batch."""
+        climb = 0 if self._config.warmup else self._rates.climb * self._config.replicas
+        return rate_at(
+            number,
+            peak=self._rates.lr,
+            schedule=self._config.schedule,
+            warmup_steps=round(self._config.warmup * self._about.steps_per_epoch) or min(climb, self.total // 10),
+            total_steps=self.total,
+        )
+
+    def begin_step(self, now: float) -> None:
+        """The clock runs from the first step, as it does without replicas."""
+        if not self.started:
+            self.started = True
+            self._logged_at, self._begun = now, now - self._past.wall_seconds
+
+    def seconds(self, now: float) -> float:
+        """Since the first step, over all parts of the run."""
+        return now - self._begun if self.started else self._past.wall_seconds
+
+    # Lines of metrics
+
+    def note(self, replica: int, done: StepsDone, now: float) -> None:
+        """Add what a replica reports, except the losses."""
+        self.scores.note(replica, done, now)
+
+    def add_loss(self, loss: float) -> None:
+        """Add the loss of a batch that is part of the common weights."""
+        self._losses.append(loss)
+        self._epoch_losses.append(loss)
+
+    def counted(self, counted: int, active: Sequence[int], now: float) -> dict[str, Any] | None:
+        """One batch more is counted; a line about the steps since the last line, if one is due."""
+        every, ends = self._config.log_every, counted % self._about.steps_per_epoch == 0
+        line = self._line(counted, active, now) if ends or counted // every > self._logged // every else None
+        if ends:
+            self._last_loss = statistics.fmean(self._epoch_losses)
+            self._epoch_losses = []
+            self._stopped_learning = stopped_learning(
+                self._last_loss,
+                self._about.classes,
+                epoch=counted // self._about.steps_per_epoch,
+                remedy=f"Lower the rate (--lr, now {self._config.lr:g}) or --momentum, add --warmup, or warm_start.",
+            )
+        return line
+
+    def take_warning(self) -> str | None:
+        """That the run has stopped learning, once, after the epoch that shows it."""
+        told, self._stopped_learning = self._stopped_learning, None
+        return told
+
+    def _line(self, counted: int, active: Sequence[int], now: float) -> dict[str, Any]:
+        scores, staleness = self.scores, self._staleness()
+        updates = {number: score.tally.updates for number, score in scores}
+        waits = {number: round(score.tally.wait_seconds, 3) for number, score in scores}
+        seconds, steps = now - self._logged_at, counted - self._logged
+        line = {
+            "event": "steps",
+            "epoch": min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
+            "step": counted,
+            "loss": statistics.fmean(self._losses) if self._losses else None,
+            "lr": self.rate(min(counted, self.total - 1)),
+            "samples_per_sec": steps * self._samples_per_batch / max(seconds, 1e-9),
+            "step_time_ms": 1000 * seconds / max(steps, 1),
+            "replicas": len(active),
+            "active": list(active) if len(active) <= MOST_LISTED else None,
+            "dropped": scores.total("dropped"),
+            "staleness_mean": None if staleness is None else staleness.mean,
+            "staleness_histogram": None if staleness is None else _coarse(staleness.histogram),
+            "updates": _few(updates),
+            "wait_seconds": _few(waits),
+            "sent_bytes": scores.total("sent_bytes"),
+            "received_bytes": scores.total("received_bytes"),
+            "spread": scores.spread(),
+        }
+        self._losses, self._logged, self._logged_at = [], counted, now
+        return line
+
+    def test_line(self, replica: int, tested: Evaluation, epoch: int, step: int, now: float) -> dict[str, Any]:
+        """A replica tested the weights of `step`."""
+        line = {
+            "event": "test",
+            "epoch": epoch,
+            "step": step,
+            "replica": replica,
+            "test_loss": tested.loss,
+            "test_accuracy": tested.accuracy,
+            "wall_seconds": self.seconds(now),
+        }
+        return line if tested.iou is None else {**line, "test_iou": tested.iou}
+
+    def event_line(self, what: str, who: int, counted: int, now: float) -> dict[str, Any]:
+        """Something happened to a replica or a server."""
+        since = now - self._made + self._past.wall_seconds
+        self._events.append({"what": what, "who": who, "when": round(since, 3)})
+        whose = "server" if what.startswith("server ") else "replica"
+        seconds = self.seconds(now) if self.started else 0.0
+        return {"event": what.replace(" ", "_"), whose: who, "step": counted, "wall_seconds": seconds}
+
+    # For checkpoint and result
+
+    def how_far(self, counted: int, again: Sequence[int], now: float) -> HowFar:
+        """For weights that are taken now."""
+        return HowFar(
+            counted=counted,
+            again=tuple(again),
+            position=Position(*divmod(counted, self._about.steps_per_epoch)),
+            wall_seconds=self.seconds(now),
+            last_loss=self._last_loss,
+            step_seconds=(*self._past.step_seconds, *self.scores.step_seconds),
+            scores=self.scores.saved(),
+            events=tuple(self._events),
+        )
+
+    def _staleness(self) -> Staleness | None:
+        return None if self._options.averages_every_step else self.scores.staleness()
+
+    def measured(self, counted: int, repeated: int, held: str, now: float) -> Measured:
+        """At the end; `held`: where the common weights were."""
+        options, scores, per_batch = self._options, self.scores, self._samples_per_batch
+        moved = scores.total("sent_bytes") + (scores.total("received_bytes") if options.counts_received else 0)
+        predicted = options.bytes_per_step(
+            4 * self._about.parameters, self._config.replicas, in_memory=held == "direct"
+        )
+        return Measured(
+            steps=counted,
+            samples=counted * per_batch,
+            final_loss=self._last_loss,
+            step_seconds_median=scores.median_seconds(self._past.step_seconds),
+            samples_per_second=(counted - self._past.counted) * per_batch / max(scores.training_seconds, 1e-9),
+            bytes_per_step=BytesPerStep(predicted=predicted, counted=round(moved / max(1, scores.total("steps")))),
+            peak_memory_bytes=tuple(peak for _, score in scores for peak in score.peak_bytes),
+            wall_seconds=self.seconds(now),
+            staleness=self._staleness(),
+            exchanged=ExchangeReport(
+                options=options.model_dump(mode="json"),
+                servers=held,
+                replicas={number: score.report() for number, score in scores},
+                repeated=repeated,
+                spread=scores.spread(),
+                events=[dict(event) for event in self._events],
+            ),
+        )
+
+
+def _few(each: Mapping[int, float]) -> Mapping[Any, float]:
+    """By replica; of many replicas the least, the median and the most."""
+    if len(each) <= MOST_LISTED:
+        return each
+    return {"least": min(each.values()), "median": statistics.median(each.values()), "most": max(each.values())}
+
+
+def _coarse(histogram: Mapping[int, int]) -> Mapping[int, int]:
+    """A histogram; where it has many bars, one for each power of two, named by the smallest value that it counts.
+
+    >>> _coarse(dict.fromkeys(range(64), 1))
+    {0: 1, 1: 1, 2: 2, 4: 4, 8: 8, 16: 16, 32: 32}
+    """
+    if len(histogram) <= MOST_LISTED:
+        return histogram
+    bars: Counter[int] = Counter()
+    for age, count in histogram.items():
+        bars[1 << age.bit_length() - 1 if age else 0] += count
+    return dict(sorted(bars.items()))

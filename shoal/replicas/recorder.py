@@ -1,0 +1,106 @@
+"""The files of a run of replicas, and nothing else of it: lines of metrics, checkpoint, plan, weights, result."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import TrainConfig
+from shoal.files import write_atomically, write_text_atomically
+from shoal.replicas.effects import ForFiles, HowFar, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
+from shoal.result import RunResult
+from shoal.training import checkpoint
+from shoal.training.checkpoint import Progress
+from shoal.training.listener import About
+from shoal.training.metrics import MetricsFile
+from shoal.training.outcome import result_of
+from shoal.training.run_folder import RunFolder
+
+
+class Recorder:
+    """Writes what it is told to into `folder`. `length`: bytes of metrics that belong to earlier parts of the run."""
+
+    def __init__(self, folder: RunFolder, config: TrainConfig, about: About, *, length: int = 0) -> None:
+        self._folder, self._config, self._about = folder, config, about
+        self._metrics = MetricsFile(folder.metrics, length=length)
+        self.lacks_lines = self._metrics.lacks_lines
+        """Whether lines of earlier steps are missing."""
+        self._marks: dict[int, int] = {}
+        """How long the metrics were when a replica took the weights that it saves, or had tested them."""
+        self.result: RunResult | None = None
+        """The result, once it is written."""
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """One line of metrics."""
+        self._metrics.write(**values)
+
+    def mark(self, replica: int) -> None:
+        """What was logged so far belongs to what this replica saves."""
+        self._marks[replica] = self._metrics.length
+
+    def write(self, effect: ForFiles, buffers: Sequence[Tensor]) -> None:
+        """A file, from what a replica sent: its state, then the weights alone."""
+        match effect:
+            case WritePlan():
+                write_text_atomically(self._folder.plan, effect.text)
+            case WriteOwn():
+                state = buffers[0]
+                write_atomically(
+                    self._folder.own_state(effect.replica, effect.moment),
+                    lambda draft: draft.write_bytes(state.numpy().tobytes()),
+                )
+            case WriteCheckpoint():
+                self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
+            case WriteResult():
+                weights = buffers[1]
+                write_atomically(self._folder.weights, lambda draft: draft.write_bytes(weights.numpy().tobytes()))
+                result = result_of(self._config, self._about, effect.tested, effect.measured)
+                write_text_atomically(self._folder.result, result.to_json())
+                self.result = result
+
+    def close(self) -> None:
+        """Nothing more is logged."""
+        self._metrics.close()
+
+    def _write_checkpoint(self, effect: WriteCheckpoint, length: int, state: Tensor) -> None:
+        how_far = effect.how_far
+        progress = Progress(
+            position=how_far.position,
+            steps=how_far.counted,
+            losses=torch.zeros(2, dtype=torch.float64),
+            last_loss=how_far.last_loss,
+            step_seconds=list(how_far.step_seconds),
+            wall_seconds=how_far.wall_seconds,
+            metrics_length=length,
+        )
+        checkpoint.write(
+            self._folder.checkpoint,
+            self._config,
+            torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True),
+            progress,
+            losses=[[0.0, 0.0]],
+            more={
+                "again": list(how_far.again),
+                "tested": how_far.tested,
+                "replicas": how_far.scores,
+                "events": [dict(event) for event in how_far.events],
+                "own": dict(effect.own),
+            },
+        )
+        self._folder.keep_own_states(effect.own)
+
+
+def read_past(content: Mapping[str, Any]) -> HowFar:
+    """How far the run was whose checkpoint this is."""
+    return HowFar(
+        counted=content["steps"],
+        again=tuple(content.get("again", ())),
+        wall_seconds=content["wall_seconds"],
+        last_loss=content["last_loss"],
+        step_seconds=tuple(content["step_seconds"].tolist()),
+        tested=content.get("tested", 0),
+        scores=content.get("replicas", {}),
+        events=tuple(content.get("events", ())),
+    )

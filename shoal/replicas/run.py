@@ -1,0 +1,272 @@
+"""A run of several replicas, from its settings to its result: started here, or as ranks of a world that is there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.config import TrainConfig, read_recipe
+from shoal.errors import CheckpointError, ConfigError, PeerError, RunError, StoppedError
+from shoal.exchanges import ExchangeOptions, Rates
+from shoal.exchanging import Meeting
+from shoal.files import write_text_atomically
+from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_all
+from shoal.machine import threads_each
+from shoal.planning.strategies import AUTO
+from shoal.replicas.conducting import Conducting
+from shoal.replicas.recorder import Recorder, read_past
+from shoal.replicas.worker import train_replica
+from shoal.result import RunResult
+from shoal.training import checkpoint
+from shoal.training.job import load_whole
+from shoal.training.listener import About, Listener
+from shoal.training.metrics import lines_are_missing
+from shoal.training.network import count_parameters
+from shoal.training.outcome import describe
+from shoal.training.run_folder import RunFolder
+from shoal.transport.links import LOOPBACK
+
+RESULT = "shoal/result"
+LEAVE_SECONDS = 30.0
+"""Time that the other replicas have to leave when the run is over."""
+
+
+def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, device: str) -> RunResult:
+    """Start all replicas on this host and conduct them."""
+    options = _options(config)
+    each = config.workers // config.replicas
+    threads = threads_each(config.threads, config.workers)
+    config = config.model_copy(update={"threads": threads})
+    replicas = Replicas(
+        config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
+    )
+    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as conducting:
+        try:
+            replicas.run(
+                train_replica,
+                config,
+                conducting.meeting,
+                _checkpoint(resumed),
+                config.workers,
+                over=lambda: conducting.over,
+                on_stop=conducting.stop,
+                on_lost=lambda replica, failure: conducting.lost(replica, _why(failure)),
+                others=lambda: options.survives and conducting.goes_on,
+            )
+        except RunError as error:
+            if conducting.result is None:  # processes that end after that need not be reported
+                if conducting.error is None:
+                    raise
+                raise conducting.error from error
+        if conducting.error is None:
+            conducting.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
+        return conducting.ended()
+
+
+def train_in_world(
+    config: TrainConfig, resumed: Path | None, listener: Listener, device: str, world: World
+) -> RunResult:
+    """As one rank of a world that torchrun or srun started; rank 0 conducts beside its own training."""
+    if world.size % config.replicas:
+        raise ConfigError(
+            f"replicas = {config.replicas} does not divide the {world.size} ranks that {world.origin} started.",
+            "Every replica has the same number of ranks: start a multiple of --replicas.",
+        )
+    each = config.workers // config.replicas
+    inside = world.in_replica(each)
+    table = table_of(inside, config.timeout)
+    replica = world.rank // each
+
+    def train(meeting: Meeting) -> bool:
+        with joined(inside, device, config.timeout):
+            return train_replica(config, meeting, _checkpoint(resumed), world.local_size or world.size, replica)
+
+    if world.rank:
+        if not train(Meeting.from_json(told_to_all(world, table, None, config.timeout, last=True))):
+            raise StoppedError(
+                f"replica {replica} was asked to stop and has left; the others go on.",
+                "The result will be in the run's folder.",
+            )
+        text = table.get(RESULT).decode()
+        if not text:
+            raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
+        return RunResult.model_validate_json(text)
+    one_host, host, store = world.on_one_host, world.listens_at, world.url
+    with _conducting(config, resumed, listener, one_host=one_host, host=host, store=store, own=0) as conducting:
+        try:
+            told_to_all(world, table, conducting.meeting.to_json(), config.timeout, last=True)
+            train(conducting.meeting)
+            conducting.wait_for_all(LEAVE_SECONDS)
+            result = conducting.ended()
+        except BaseException as error:
+            table.set(RESULT, "")  # so that the others do not wait for this replica
+            if conducting.error is None:
+                raise
+            raise conducting.error from error
+        table.set(RESULT, result.to_json())
+        return result
+
+
+def join_run(folder: Path) -> None:
+    """Start one more replica on this host for the run whose folder this is, while it goes on."""
+    path = RunFolder(folder).meeting
+    try:
+        meeting = Meeting.from_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(
+            f"--join {str(folder)!r}: no run with replicas goes on there.",
+            "Give the --out folder of a run that is under way with an asynchronous exchange.",
+        ) from None
+    if meeting.shared is not None and not meeting.shared.exists():
+        raise ConfigError(
+            f"the run in {str(folder)!r} keeps its weights in the memory of another host.",
+            "Join it from there, or start it with --exchange-options servers=processes.",
+        )
+    config = TrainConfig.parse({**read_recipe(RunFolder(folder).config), "out": folder}, source="--join: ")
+    options = _options(config)
+    if not options.takes_late:
+        raise ConfigError(
+            f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one."
+        )
+    each = config.workers // config.replicas
+    threads = threads_each(config.threads, config.workers)
+    replicas = Replicas(1, each, threads=threads, timeout=config.timeout, device="cpu", survives=False)
+    never, nothing = (lambda: False), (lambda *_: None)
+    try:
+        replicas.run(_train_late, config, meeting, config.workers, over=never, on_stop=nothing, on_lost=nothing)
+    except PeerError as error:
+        if path.exists():
+            raise
+        raise PeerError(
+            f"the run in {str(folder)!r} ended before this replica had left it.",
+            "What the run itself printed says why.",
+        ) from error
+
+
+def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, _: int) -> None:
+    train_replica(config, meeting, None, ranks_here, None)
+
+
+@contextmanager
+def _conducting(
+    config: TrainConfig,
+    resumed: Path | None,
+    listener: Listener,
+    *,
+    one_host: bool,
+    host: str,
+    store: str,
+    own: int | None = None,
+) -> Iterator[Conducting]:
+    """Everything that a run needs beside its replicas, for as long as it lasts. `own`: a replica in this process."""
+    options = _options(config)
+    about, config = _look(config, options)
+    held = options.holding(config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
+    folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
+    with ExitStack() as stack:
+        stack.enter_context(folder.held(resumed=resumed is not None))
+        content = None if resumed is None else _read_checkpoint(folder, config)
+        write_text_atomically(folder.config, config.to_yaml())
+        recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
+        stack.callback(recorder.close)
+        conducting = Conducting(
+            config,
+            options,
+            about,
+            recorder,
+            listener,
+            None if content is None else read_past(content),
+            held=held,
+            host=host,
+            store=store,
+            folder=str(folder.path),
+            own=own,
+        )
+        stack.callback(conducting.close)
+        stack.callback(folder.meeting.unlink, missing_ok=True)
+        stack.callback(listener.ended)
+        _write_private(folder.meeting, conducting.meeting.to_json())
+        conducting.start_servers()
+        listener.started(about, folder)
+        if content is not None and recorder.lacks_lines:
+            conducting.warn(lines_are_missing(content["steps"]))
+        rates = config.rates()
+        if told := rates.told(Rates(config.lr, config.momentum)):
+            conducting.warn(f"{options.name} with {config.replicas} replicas has {told}; rates=given keeps yours.")
+        for warning in options.warnings(config.replicas, lr=rates.lr, momentum=rates.momentum):
+            conducting.warn(warning)
+        yield conducting
+        if conducting.result is not None:
+            listener.finished(conducting.result, folder)
+
+
+def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainConfig]:
+    """Find what is wrong with the user's input before any replica is started; and what the run is about."""
+    each = config.workers // config.replicas
+    alone = config.model_copy(
+        update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
+    )
+    splits, _, model = load_whole(alone)
+    together = 1 if options.same_batch else config.batch // config.replica_batch
+    about = describe(
+        config,
+        splits,
+        parameters=count_parameters(model),
+        # The same samples as one worker would see with the whole batch, in whole batches of it.
+        steps_per_epoch=len(splits.train) // config.batch * together,
+        plan=config.plan,
+        device=config.device if config.device != "auto" else "cpu",
+        exchange=options.name,
+        survives=options.survives,
+    )
+    if config.plan == AUTO and each > 1 and config.replicas > 1:
+        raise ConfigError(
+            "plan = 'auto' would be searched by every replica for itself, and they must agree.",
+            f"Find one first, with shoal plan --model {config.model} --workers {each} --out plan.json, and give "
+            "--plan plan.json.",
+        )
+    if not about.steps_per_epoch:
+        raise ConfigError(
+            f"batch = {config.batch} is larger than the data set, which has {about.train_samples} samples.",
+            f"Give a --batch of at most {about.train_samples}.",
+        )
+    return about, config.model_copy(update={"data": splits.name})
+
+
+def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
+    """What the run left that is to go on, if it can."""
+    content = checkpoint.read(folder.checkpoint, config)
+    before = TrainConfig.model_validate(content["config"])
+    if before.replica_batch != config.replica_batch:
+        raise CheckpointError(
+            f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
+            "The batches that are done would be others: give the options that decide it (backups) as before.",
+        )
+    if folder.result.exists() and content["position"]["epoch"] >= config.epochs:
+        raise CheckpointError(
+            f"--resume {str(folder.path)!r}: that run has finished its {config.epochs} epochs.",
+            f"Ask for more with --epochs {config.epochs + 5}, or start another run.",
+        )
+    return content
+
+
+def _options(config: TrainConfig) -> ExchangeOptions:
+    options = config.exchange_settings()
+    assert options is not None
+    return options
+
+
+def _checkpoint(resumed: Path | None) -> Path | None:
+    return None if resumed is None else RunFolder.open(resumed).checkpoint
+
+
+def _why(failure: Failure) -> str:
+    return f"rank {failure.rank} {failure.what}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Readable by this user only: it holds the token."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)

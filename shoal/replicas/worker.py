@@ -1,0 +1,321 @@
+"""One replica in training: it asks the conductor for a batch, takes a step, and tells what came of it.
+
+All ranks of a replica run this; the first of them asks, and tells the others what it was told.
+"""
+
+import io
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+
+from shoal.config import TrainConfig
+from shoal.data import BatchOrder, Loader
+from shoal.errors import CheckpointError, MessageError
+from shoal.exchanges import ExchangeOptions
+from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
+from shoal.replicas.orders import (
+    HandedIn,
+    HandIn,
+    HasTested,
+    Leave,
+    Leaving,
+    MakeTest,
+    NextBatch,
+    Noted,
+    Order,
+    PlanChosen,
+    Question,
+    Settling,
+    Step,
+    StepsDone,
+    Stop,
+    TrainBatch,
+    Wait,
+    question_head,
+    read_order,
+)
+from shoal.training import checkpoint
+from shoal.training.evaluate import evaluate
+from shoal.training.interrupt import StopSignal
+from shoal.training.job import Job, prepare
+from shoal.training.out_of_memory import out_of_memory, peak_bytes
+from shoal.training.run_folder import RunFolder
+from shoal.training.step import backward
+from shoal.transport import Transport
+
+WAIT_SECONDS = 0.01
+"""Time between two questions while there is nothing to do."""
+
+
+def train_replica(
+    config: TrainConfig, meeting: Meeting, resumed: Path | None, ranks_here: int, replica: int | None
+) -> bool:
+    """The whole life of one rank of one replica. `replica` None: whatever number the conductor gives a late one.
+
+    `resumed`: the checkpoint from which the run goes on. True if it stayed to the end of the run, False if it was asked
+    to stop and left the others.
+    """
+    options = config.exchange_settings()
+    assert options is not None
+    transport = Transport()
+    pids = [int(row[0]) for row in transport.gather_numbers([os.getpid()])]
+    with StopSignal() as stop:  # the conductor decides what to do about it
+        seat = take_seat(meeting, transport, replica, pids, options.heartbeat)
+        welcome = seat.welcome
+        number = welcome["replica"]
+        job = _prepare(config, options, transport, number, ranks_here)
+        if resumed is not None:
+            content = checkpoint.read(resumed, config, job.device)
+            checkpoint.put_in(content, job)
+            if number:  # the random state is that of the replica that saved
+                torch.manual_seed(config.seed + number + content["steps"])
+        server = serve_in_threads(seat, number, welcome["servers"]) if welcome["kind"] == "threads" else None
+        exchange = join(options, job.network.as_replica(job.optimizer, transport), seat, number)
+        exchange.begin(first=not welcome["late"])
+        if resumed is not None and (moment := content.get("own", {}).get(number)) is not None:
+            _put_own_state(RunFolder(resumed.parent).own_state(number, moment), exchange, transport)
+        if seat.rank == 0 and number == 0:
+            seat.ask(question_head(PlanChosen(job.network.plan.to_json())))
+        slow = (
+            config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
+        )
+        try:
+            stayed = _Life(job, exchange, seat, transport, options, slow, stop).live()
+        except (RuntimeError, MemoryError) as error:
+            told = out_of_memory(error, config)
+            if told is None:
+                raise
+            raise told from error
+        seat.leave()
+        exchange.close()
+        if server is not None:
+            server.close()
+    return stayed
+
+
+class _Share(BatchOrder):
+    """A replica's share of each batch, where all replicas take every step together."""
+
+    def __init__(self, order: BatchOrder, replica: int, replicas: int) -> None:
+        super().__init__(samples=order.samples, batch=order.batch * replicas, seed=order.seed)
+        self._own = slice(replica * order.batch, (replica + 1) * order.batch)
+
+    def indices(self, epoch: int, step: int) -> Any:
+        return super().indices(epoch, step)[self._own]
+
+
+def _prepare(config: TrainConfig, options: ExchangeOptions, transport: Transport, number: int, ranks_here: int) -> Job:
+    """The job of one replica, as if it were alone with its share of the batch."""
+    own = config.model_copy(
+        update={
+            "workers": transport.world,
+            "batch": config.replica_batch,
+            "replicas": 1,
+            "exchange": None,
+            "slow": {},
+            "momentum": config.rates().momentum,
+        }
+    )
+    job = prepare(own, transport, ranks_here=ranks_here)
+    if number:  # weights are drawn alike everywhere, dropout's masks are not
+        torch.manual_seed(config.seed + number)
+    loader = job.loader
+    if options.same_batch:
+        loader = Loader(loader.data, _Share(loader.order, number, config.replicas), loader.augment, loader.part)
+    return replace(
+        job,
+        loader=loader,
+        config=own.model_copy(
+            update={"threads": job.config.threads, "device": job.config.device, "data": job.config.data}
+        ),
+    )
+
+
+class _Life:
+    """Orders in, steps out."""
+
+    def __init__(
+        self,
+        job: Job,
+        exchange: Exchange,
+        seat: Seat,
+        transport: Transport,
+        options: ExchangeOptions,
+        slow: float,
+        stop: StopSignal,
+    ) -> None:
+        self._job, self._exchange, self._seat, self._transport = job, exchange, seat, transport
+        self._options, self._slow, self._stop = options, slow, stop
+        self._stop_elsewhere = False
+        """Whether another rank of this replica was asked to stop."""
+        self._steps: list[Step] = []
+        """Steps that were taken and are not part of the common weights yet."""
+        self._done: StepsDone | None = None
+        self._asked = False
+        self._behind = False
+        """Whether this replica paused, so that a gradient of its present weights would be stale."""
+
+    def live(self) -> bool:
+        """Carry out orders until told to stop (True), or to leave the others (False)."""
+        while True:
+            match order := self._next():
+                case TrainBatch():
+                    self._train(order)
+                case MakeTest():
+                    self._test(order)
+                case HandIn():
+                    self._hand_in(order)
+                case Wait():
+                    self._behind = self._options.asynchronous
+                    if not self._report(self._exchange.flush()):
+                        time.sleep(WAIT_SECONDS)
+                case Leave():
+                    self._report(self._exchange.hand_over())
+                    self._tell(Leaving(self._take_done()))
+                    return False
+                case Stop():
+                    return True
+                case Noted():
+                    raise MessageError("the conductor gave no order.", "This is a bug: please report it.")
+
+    def _next(self) -> Order:
+        """The next order, the same on all ranks of the replica."""
+        order: Order | None = None
+        if self._transport.rank == 0:
+            if not self._asked:
+                self._ask()
+            order = read_order(self._seat.hear().head)
+            self._asked = False
+        if self._transport.world > 1:
+            orders, stops = zip(*self._transport.gather_objects((order, bool(self._stop))), strict=True)
+            self._stop_elsewhere = any(stops)
+            order = orders[0]
+        assert order is not None
+        return order
+
+    def _ask(self) -> None:
+        if self._transport.rank == 0:
+            stop = bool(self._stop) or self._stop_elsewhere
+            self._seat.send(question_head(NextBatch(self._take_done(), stop=stop)))
+            self._asked = True
+
+    def _tell(self, question: Question, buffers: Sequence[bytes] = ()) -> None:
+        """Report something that needs no answer."""
+        if self._transport.rank == 0:
+            self._seat.ask(question_head(question), buffers)
+
+    def _take_done(self) -> StepsDone | None:
+        done, self._done = self._done, None
+        return done
+
+    def _train(self, order: TrainBatch) -> None:
+        job = self._job
+        if self._options.asks_ahead:
+            self._ask()
+        if self._behind:  # the others trained on meanwhile, perhaps a whole warm start
+            self._exchange.catch_up()
+            self._behind = False
+        begun = time.perf_counter()
+        x, y = job.loader.batch(order.epoch, order.step)
+        loss = backward(job, x, y)
+        if self._slow > 1:
+            time.sleep((self._slow - 1) * (time.perf_counter() - begun))
+        applied = self._exchange.step(order.rate)
+        part = job.network.part_in_mean(loss, y).item()
+        losses = [row[0] for row in job.network.gather([part])]
+        self._steps.append(Step(order.number, sum(losses), time.perf_counter() - begun))
+        self._report(applied)
+
+    def _report(self, applied: bool | None) -> bool:
+        """After a push: what became of the steps since the last one, on all ranks of the replica together."""
+        if applied is None:
+            return False
+        tally = self._exchange.take_tally()
+        speaks = bool(self._exchange.replica.names)
+        own = [applied, peak_bytes(self._job.device), tally.sent_bytes, tally.received_bytes, tally.wait_seconds]
+        rows = self._job.network.gather([*own, max(tally.staleness, default=0), speaks])
+        applies, peaks, sent, received, waits, ages, speakers = zip(*rows, strict=True)
+        # The ranks' pushes count as one push of the replica, which counts if any part of it was applied.
+        counted = any(took for took, speaks in zip(applies, speakers, strict=True) if speaks) or not any(speakers)
+        tally.updates, tally.dropped = int(counted), int(not counted)
+        tally.sent_bytes, tally.received_bytes, tally.wait_seconds = int(sum(sent)), int(sum(received)), max(waits)
+        tally.staleness = Counter({int(max(ages)): 1} if counted else {})
+        # All steps, except those whose push is still under way in a thread beside compute.
+        told, self._steps = self._steps[: tally.steps], self._steps[tally.steps :]
+        done = StepsDone(tuple(told), bool(counted), tuple(int(peak) for peak in peaks), tally)
+        if self._transport.rank == 0:  # the rank that reports to the conductor
+            self._done = _together(self._done, done)
+        return True
+
+    def _test(self, order: MakeTest) -> None:
+        """Test the common weights, and save them where that is due. The other replicas train on."""
+        job = self._job
+        if not self._options.keeps_own:
+            self._report(self._exchange.flush())
+        # What is counted by now, others' work too, is in the weights that come next.
+        self._tell(Settling(self._take_done()))
+        tested = None
+        with self._exchange.showing():
+            if order.evaluate:
+                tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
+            state = checkpoint.state_of(job) if order.save else None
+            whole = job.network.whole() if order.last else None
+            buffers = []
+            if self._transport.rank == 0 and state is not None:
+                buffers.append(_bytes_of_state(state))
+            if whole is not None:
+                buffers.append(_bytes_of_weights(whole))
+        self._tell(HasTested(order.after, tested), buffers)
+        self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
+
+    def _hand_in(self, order: HandIn) -> None:
+        """Send what this replica has of its own, of all its ranks."""
+        states = self._transport.gather_objects(_bytes_of_state(self._exchange.own_state()))
+        self._tell(HandedIn(order.moment), [_bytes_of_state({"ranks": states})])
+
+
+def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None:
+    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now."""
+    ranks = torch.load(path, weights_only=True)["ranks"]
+    fits = len(ranks) == transport.world
+    if fits:
+        try:
+            exchange.put_own_state(torch.load(io.BytesIO(ranks[transport.rank]), weights_only=True))
+        except ValueError:
+            fits = False
+    if not all(row[0] for row in transport.gather_numbers([fits])):
+        raise CheckpointError(
+            f"the replica's own weights in {str(path)!r} are those of another plan.", "Give the plan as it was."
+        )
+
+
+def _together(first: StepsDone | None, then: StepsDone) -> StepsDone:
+    """Two reports as one: the first may still wait to be sent when the push beside compute is done."""
+    if first is None:
+        return then
+    assert first.applied == then.applied, "what is under way beside compute is never dropped"
+    tally = Tally()
+    tally.add(first.tally)
+    tally.add(then.tally)
+    return StepsDone((*first.steps, *then.steps), then.applied, then.peaks, tally)
+
+
+def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
+    draft = io.BytesIO()
+    torch.save(state, draft)
+    return draft.getvalue()
+
+
+def _bytes_of_weights(module: torch.nn.Module) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:  # `save_model` writes shared memory once, but only to a file
+        path = Path(folder) / "weights"
+        save_model(module, str(path))
+        return path.read_bytes()

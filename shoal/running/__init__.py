@@ -1,0 +1,8 @@
+"""Running: settings -> who trains, and where.
+
+`start.py` decides: this process alone, ranks that it starts, one rank of a world that is there, or replicas.
+"""
+
+from shoal.running.start import resume, train
+
+__all__ = ["resume", "train"]

@@ -1,0 +1,95 @@
+"""What a run is about, and what it did: said once, for one worker, many ranks and many replicas alike."""
+
+from dataclasses import dataclass
+
+from shoal.config import TrainConfig
+from shoal.data import Splits
+from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
+from shoal.training.evaluate import Evaluation
+from shoal.training.listener import About
+
+
+def describe(
+    config: TrainConfig,
+    splits: Splits,
+    *,
+    parameters: int,
+    steps_per_epoch: int,
+    plan: str,
+    device: str,
+    done: int = 0,
+    exchange: str = "none",
+    survives: bool = False,
+) -> About:
+    """What a run is about to do. `config` is that of the whole run, `done` the steps of its earlier parts."""
+    return About(
+        model=config.model,
+        parameters=parameters,
+        data=splits.name,
+        train_samples=len(splits.train),
+        test_samples=len(splits.test),
+        classes=splits.train.classes,
+        origin=splits.origin,
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        batch=config.batch,
+        workers=config.workers,
+        plan=plan,
+        replicas=config.replicas,
+        exchange=exchange,
+        device=device,
+        threads=config.threads or 1,
+        timeout=config.timeout,
+        survives=survives,
+        done=done,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was counted and timed while a run went on, over all its parts unless said otherwise."""
+
+    steps: int
+    samples: int
+    final_loss: float
+    step_seconds_median: float
+    samples_per_second: float
+    bytes_per_step: BytesPerStep
+    peak_memory_bytes: tuple[int, ...]
+    """Of this part of the run, per rank."""
+    wall_seconds: float
+    staleness: Staleness | None = None
+    exchanged: ExchangeReport | None = None
+
+
+def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: Measured) -> RunResult:
+    """What a finished run did, for `result.json`."""
+    return RunResult(
+        model=about.model,
+        data=about.data,
+        plan=about.plan,
+        exchange=about.exchange,
+        workers=about.workers,
+        replicas=about.replicas,
+        seed=config.seed,
+        epochs=about.epochs,
+        steps=measured.steps,
+        samples=measured.samples,
+        final_loss=measured.final_loss,
+        test_loss=tested.loss,
+        test_accuracy=tested.accuracy,
+        test_iou=tested.iou,
+        step_seconds_median=measured.step_seconds_median,
+        samples_per_second=measured.samples_per_second,
+        bytes_per_step=measured.bytes_per_step,
+        peak_memory_bytes=list(measured.peak_memory_bytes),
+        staleness=measured.staleness,
+        exchanged=measured.exchanged,
+        wall_seconds=measured.wall_seconds,
+        parameters=about.parameters,
+        batch=about.batch,
+        threads=about.threads,
+        device=about.device,
+        origin=about.origin,
+        versions=versions(),
+    )

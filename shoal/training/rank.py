@@ -1,0 +1,90 @@
+"""A run on one rank: alone, or as one of many that hold parts of the network."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from shoal.config import TrainConfig
+from shoal.errors import CheckpointError, ConfigError
+from shoal.files import write_text_atomically
+from shoal.result import RunResult
+from shoal.training import checkpoint
+from shoal.training.checkpoint import Progress
+from shoal.training.job import Job, prepare
+from shoal.training.listener import Listener
+from shoal.training.loop import Run
+from shoal.training.run_folder import RunFolder
+from shoal.transport import Transport
+from shoal.transport.agreement import agree
+
+
+def train_on_rank(
+    config: TrainConfig, resumed: Path | None, listener: Listener, ranks_here: int | None = None
+) -> RunResult:
+    """The whole run, as one rank of the present process group, or alone without one."""
+    transport = Transport()
+    if transport.world > 1:
+        config = config.model_copy(update={"device": _device_of_rank(config, ranks_here or transport.world)})
+    heard = listener if transport.rank == 0 else Listener()
+    job = prepare(config, transport, ranks_here=ranks_here, planning_progress=heard.planning)
+    with ExitStack() as stack:
+        folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
+        if transport.rank == 0:
+            write_text_atomically(folder.config, job.config.to_yaml())
+            job.network.plan.save(folder.plan)
+        return Run(job, folder, progress, heard).complete()
+
+
+def _device_of_rank(config: TrainConfig, ranks_here: int) -> str:
+    kind = kind_of_device(config, ranks_here)
+    return f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
+
+
+def _begin(job: Job, transport: Transport, stack: ExitStack) -> tuple[RunFolder, Progress]:
+    """A new folder, made by rank 0, which holds it until `stack` closes."""
+
+    def made() -> RunFolder | None:
+        if transport.rank:
+            return None
+        folder = RunFolder.create(job.config)
+        stack.enter_context(folder.held(resumed=False))
+        return folder
+
+    folders = transport.gather_objects(agree(transport, made))
+    return next(folder for folder in folders if folder is not None), Progress.start(job.device)
+
+
+def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tuple[RunFolder, Progress]:
+    """The folder of a stopped run, which every rank reads and rank 0 holds until `stack` closes."""
+
+    def held() -> RunFolder:
+        folder = RunFolder.open(path)
+        if transport.rank == 0:
+            stack.enter_context(folder.held(resumed=True))
+        return folder
+
+    def restored() -> Progress:
+        progress = checkpoint.restore(folder.checkpoint, job)
+        if progress.position.epoch >= job.config.epochs and folder.result.exists():
+            raise CheckpointError(
+                f"--resume {str(path)!r}: that run has finished its {progress.position.epoch} epochs.",
+                f"Ask for more with --epochs {progress.position.epoch + 5}, or start another run.",
+            )
+        return progress
+
+    folder = agree(transport, held)
+    return folder, agree(transport, restored)
+
+
+def kind_of_device(config: TrainConfig, ranks_here: int) -> str:
+    """Where the ranks of this host compute: each on a GPU of its own where asked for, or where there are enough."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
+    kind = config.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device {config.device!r} cannot be shared by {config.workers} workers.",
+            "Give cpu, or cuda for a GPU of its own to each worker.",
+        )
+    return kind

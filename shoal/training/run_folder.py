@@ -1,0 +1,186 @@
+"""The folder of one run: where its files lie and that they can be written."""
+
+import os
+import platform
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from shoal.config import TrainConfig
+from shoal.errors import CheckpointError, InputError, OutputError
+from shoal.files import remove_drafts
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of a run's files. `create` and `open` are the only ways in and check what they find."""
+
+    path: Path
+
+    @property
+    def result(self) -> Path:
+        """What the run did; written last, so a folder with it holds a finished run."""
+        return self.path / "result.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line, as the run went."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The settings, resolved: a recipe that repeats the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """How the layers were cut."""
+        return self.path / "plan.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """All that is needed to go on."""
+        return self.path / "checkpoint.pt"
+
+    def own_state(self, replica: int, moment: int) -> Path:
+        """What a replica has beside the common weights, of the checkpoint at this moment, in batches."""
+        return self.path / f"replica-{replica}-{moment}.pt"
+
+    def keep_own_states(self, moments: Mapping[int, int]) -> None:
+        """Remove those that belong to no checkpoint any more."""
+        kept = {self.own_state(replica, moment) for replica, moment in moments.items()}
+        for path in self.path.glob("replica-*-*.pt"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+    @property
+    def meeting(self) -> Path:
+        """While a run with an asynchronous exchange goes on: where another replica can join it."""
+        return self.path / "meeting.json"
+
+    @property
+    def weights(self) -> Path:
+        """The trained parameters and buffers alone."""
+        return self.path / "model.safetensors"
+
+    @classmethod
+    def free(cls, config: TrainConfig) -> Self:
+        """The folder that `create` would make, nothing done yet; one that already holds a run is an `OutputError`."""
+        folder = cls(config.out or _fresh_name(config))
+        folder._check_free()
+        return folder
+
+    def _check_free(self) -> None:
+        if self.checkpoint.exists() or self.result.exists():
+            raise OutputError(
+                f"--out {str(self.path)!r} already holds a run.",
+                f"Give another --out, or go on with that run: shoal train --resume {self.path}",
+            )
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> Self:
+        """Make the folder (a new one under `runs/` unless the config names one) and prove it writable.
+
+        A folder that already holds a run is an `OutputError`: results are never overwritten.
+        """
+        folder = cls.free(config)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.metrics.touch()
+        except OSError as error:
+            raise OutputError(
+                f"--out {str(folder.path)!r} cannot be written: {error.strerror or error}.",
+                "Give a folder that you may write to, with --out DIR.",
+            ) from None
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """A folder whose run can go on: it must hold a checkpoint and its settings."""
+        folder = cls(path)
+        if not (folder.checkpoint.exists() and folder.config.exists()):
+            raise CheckpointError(
+                f"--resume {str(path)!r}: no run with a checkpoint lies there.",
+                "Give the --out folder of a run that was stopped; it holds checkpoint.pt and config.yaml.",
+            )
+        return folder
+
+    @property
+    def lock(self) -> Path:
+        """While a run writes here: held by its process, whose number it holds."""
+        return self.path / ".lock"
+
+    @contextmanager
+    def held(self, *, resumed: bool) -> Iterator[None]:
+        """For this process alone, until the end of the block or of the process, however that comes.
+
+        An `InputError` that names the folder where another process holds it. What a killed run left half written is
+        removed.
+        """
+        lock = self._take(resumed=resumed)
+        try:
+            if not resumed:
+                self._check_free()  # another run may have come and gone since somebody looked
+            remove_drafts(self.path)
+            yield
+        finally:
+            self.lock.unlink(missing_ok=True)
+            os.close(lock)
+
+    def _take(self, *, resumed: bool) -> int:
+        """The open lock file, in which nobody else can write."""
+        while True:
+            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                _lock(lock)
+                if os.path.samestat(os.fstat(lock), self.lock.stat()):
+                    os.ftruncate(lock, 0)
+                    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
+                    return lock
+            except BlockingIOError:
+                raise self._taken(os.read(lock, 200).decode(errors="replace"), resumed=resumed) from None
+            except FileNotFoundError:  # whoever held it has just left, and took the file along
+                pass
+            os.close(lock)
+
+    def _taken(self, holder: str, *, resumed: bool) -> InputError:
+        who = f" ({holder})" if holder else ""
+        if resumed:
+            return CheckpointError(
+                f"--resume {str(self.path)!r}: that run is still under way{who}.",
+                "Stop it first, or let it finish; to add a replica to it, use --join.",
+            )
+        return OutputError(f"--out {str(self.path)!r}: another run is under way there{who}.", "Give another --out.")
+
+
+def _lock(file: int) -> None:
+    """For this process alone until it ends or closes the file; a `BlockingIOError` where another has it."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        warnings.warn(
+            f"the run's folder cannot be locked ({error.strerror}): take care that no other run uses it.", stacklevel=2
+        )
+
+
+def _fresh_name(config: TrainConfig) -> Path:
+    """`runs/lenet5-digits-20260131-120000`; a number is added when that second is taken."""
+    words = re.sub(r"[^\w.-]+", "_", f"{config.model}-{config.data}").strip("_")
+    first = Path("runs") / f"{words}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = first, 1
+    while path.exists():
+        count += 1
+        path = first.with_name(f"{first.name}-{count}")
+    return path

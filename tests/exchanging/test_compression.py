@@ -1,0 +1,275 @@
+"""Compression between real ranks, replicas and servers: the same bits everywhere, the bytes that were predicted."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from shoal.exchanges import parse_exchange
+from shoal.exchanging.allreduce import Allreduce
+from shoal.exchanging.compression import make_codec
+from shoal.exchanging.compression.codecs import CodecName
+from shoal.exchanging.downpour import Downpour
+from shoal.exchanging.servers.server import RemoteShard
+from tests.exchanging import compressed
+from tests.exchanging.together import Side, at_once, batch, meeting, network, sgd
+from tests.parity.pool import Pool
+from tests.unit import by_hand
+
+pytestmark = pytest.mark.timeout(150)
+
+NAMES: tuple[CodecName, ...] = get_args(CodecName)
+ELEMENTS = sum(parameter.numel() for parameter in network().parameters())
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ddp_with_the_hook_is_what_is_computed_by_hand(pool: Pool, name: CodecName) -> None:
+    """Bucket by bucket as DDP laid them out: gradients and what was left, compressed, and the mean of that."""
+    ranks = pool.run(compressed.trained, name)
+    (buckets, weights, _), (other_buckets, other_weights, _) = ranks
+    assert buckets == other_buckets
+    assert buckets[0] != buckets[-1], "DDP laid its buckets out anew, which feedback must follow"
+    assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+    model = compressed.network()
+    left: list[dict[str, NDArray[np.float64]]] = [
+        {key: np.zeros(parameter.numel()) for key, parameter in model.named_parameters()} for _ in ranks
+    ]
+    for step, layout in enumerate(buckets):
+        given = []
+        for rank in range(2):
+            model.zero_grad()
+            x, y = compressed.batch(step, rank)
+            torch.autograd.backward(F.cross_entropy(model(x), y))
+            gradients = {key: parameter.grad.view(-1).numpy().copy() for key, parameter in model.named_parameters()}  # type: ignore[union-attr]
+            given.append({key: gradients[key] + left[rank][key] for key in gradients})
+        for keys in layout:
+            flat = [np.concatenate([values[key] for key in keys]) for values in given]
+            mean = by_hand.mean(name, flat, compressed.DENSITY)
+            start = 0
+            for key in keys:
+                stop = start + model.get_parameter(key).numel()
+                for rank in range(2):
+                    unsent = flat[rank] - by_hand.sent(name, flat[rank], compressed.DENSITY)
+                    left[rank][key] = unsent[start:stop]
+                change = torch.from_numpy(mean[start:stop]).view_as(model.get_parameter(key))
+                with torch.no_grad():
+                    model.get_parameter(key).sub_(compressed.RATE * change)
+                start = stop
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[key], parameter.detach(), rtol=1e-9, atol=1e-12)
+        for rank in range(2):
+            expected = torch.from_numpy(left[rank][key])
+            torch.testing.assert_close(ranks[rank][2][key], expected, rtol=1e-9, atol=1e-12)
+    assert any(residual.any() for residual in left[0].values()), "nothing was left: feedback was not tested"
+
+
+def test_bf16_without_feedback_is_torchs_own_hook(pool: Pool) -> None:
+    for ours, torchs in pool.run(compressed.as_torch_does):
+        assert torch.equal(ours, torchs)
+
+
+def test_a_hook_keeps_to_its_group(pool: Pool) -> None:
+    assert pool.run(compressed.in_half_the_world) == [0.0, 0.0]
+
+
+def test_sparse_layouts_are_refused(pool: Pool) -> None:
+    assert all("sparse layout" in said for said in pool.run(compressed.with_an_error))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_replicas_are_equal_to_the_bit_and_send_what_was_predicted(
+    name: CodecName, replicas: int, kind: torch.dtype
+) -> None:
+    options: dict[str, Any] = {"compress": name, "bucket_bytes": 5000}
+    predicted = parse_exchange("allreduce", options).bytes_per_step(4 * ELEMENTS, replicas, in_memory=False)
+    assert predicted is not None
+    steps = 4
+    with meeting("allreduce", replicas, **options) as (side, _):
+
+        def train(number: int) -> tuple[torch.Tensor, Side]:
+            replica = side(number, kind=kind)
+            for step in range(steps):
+                assert replica.step(*batch(replicas * step + number, kind=kind))
+            return replica.weights(), replica
+
+        trained = at_once([partial(train, number) for number in range(replicas)])
+        assert all(torch.equal(weights, trained[0][0]) for weights, _ in trained)
+        assert not torch.equal(trained[0][0], side_by_side(replicas, steps, kind)), "nothing was lost"
+        torch.testing.assert_close(trained[0][0], side_by_side(replicas, steps, kind), rtol=1, atol=0.2)
+        tallies = [replica.exchange.tally for _, replica in trained]
+        if kind == torch.float32:
+            assert sum(tally.sent_bytes for tally in tallies) == pytest.approx(
+                predicted * replicas * steps, abs=replicas
+            )
+        assert sum(tally.sent_bytes for tally in tallies) == sum(tally.received_bytes for tally in tallies)
+
+
+def side_by_side(replicas: int, steps: int, kind: torch.dtype) -> torch.Tensor:
+    """One replica with the whole batch."""
+    model = network(kind)
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = [batch(replicas * step + number, kind=kind) for number in range(replicas)]
+        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        torch.autograd.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_what_was_not_sent_can_be_saved_and_goes_on() -> None:
+    """A second pair of replicas that loads weights, momentum and residuals does the steps of the first."""
+    saved: dict[int, Any] = {}
+    with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
+
+        def train(number: int) -> torch.Tensor:
+            replica = side(number)
+            for step in range(6):
+                if step == 3:
+                    exchange = replica.exchange
+                    assert isinstance(exchange, Allreduce)
+                    assert exchange.averager is not None
+                    left = [tensor.clone() for tensor in exchange.averager.state()]
+                    assert [tensor.numel() for tensor in left] == [p.numel() for p in replica.model.parameters()]
+                    model = {key: value.clone() for key, value in replica.model.state_dict().items()}
+                    saved[number] = (left, {"model": model, "optimizer": _copied(replica.optimizer)})
+                replica.step(*batch(2 * step + number))
+            return replica.weights()
+
+        expected = at_once([partial(train, number) for number in range(2)])
+    for with_residual in (True, False):
+        with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
+
+            def resume(number: int, side: Any = side, with_residual: bool = with_residual) -> torch.Tensor:
+                left, loaded = saved[number]
+                replica = side(number, loaded=loaded)
+                if with_residual:
+                    replica.exchange.averager.load_state(left)
+                for step in range(3, 6):
+                    replica.step(*batch(2 * step + number))
+                return replica.weights()  # type: ignore[no-any-return]
+
+            resumed = at_once([partial(resume, number) for number in range(2)])
+        assert torch.equal(resumed[0], expected[0]) == with_residual
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    kept = {
+        key: {what: value.clone() for what, value in remembered.items()} for key, remembered in state["state"].items()
+    }
+    return {"state": kept, "param_groups": state["param_groups"]}
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_sync_is_equal_to_the_bit_and_servers_have_what_was_sent(name: CodecName, servers: int) -> None:
+    with meeting("sync", 2, servers=servers, compress=name) as (side, _):
+
+        def train(number: int) -> tuple[torch.Tensor, int]:
+            replica = side(number)
+            for step in range(4):
+                assert replica.step(*batch(2 * step + number))
+                sent = replica.exchange.take_tally().sent_bytes
+            return replica.weights(), sent
+
+        (first, sent), (second, also) = at_once([partial(train, number) for number in range(2)])
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, side_by_side(2, 4, torch.float32), rtol=1, atol=0.2)
+        assert sent == also
+        codec = make_codec(name)
+        if servers == 1:
+            assert sent == codec.nbytes(ELEMENTS, torch.float32)
+        assert sent <= codec.nbytes(ELEMENTS, torch.float32) + (servers - 1) * 4 * 1024
+
+
+@pytest.mark.parametrize("options", [{}, {"n_sync": 2}, {"n_sync": 2, "rule": "sgd"}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_downpour_pushes_and_what_is_left_is_all(name: CodecName, options: dict[str, Any]) -> None:
+    """Weights at the servers, and what the replica has not sent, are where plain pushes would have taken them."""
+    with meeting("downpour", 1, servers=2, compress=name, **options) as (side, _):
+        replica = side(0, kind=torch.float64, momentum=0.0, weight_decay=0.0)
+        begun = replica.weights()
+        total = torch.zeros_like(begun)
+        for step in range(6):
+            draws = torch.Generator().manual_seed(step)
+            for parameter in replica.model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
+            total += torch.cat([parameter.grad.view(-1) for parameter in replica.model.parameters()])  # type: ignore[union-attr]
+            replica.exchange.step(1.0)
+        sent = replica.exchange.take_tally().sent_bytes
+        replica.exchange.settle()
+        exchange = replica.exchange
+        assert isinstance(exchange, Downpour)
+        left: dict[str, list[torch.Tensor]] = {}
+        for slices, shard in zip(exchange._slices, exchange._shards, strict=True):
+            assert isinstance(shard, RemoteShard)
+            for part, kept in zip(slices, shard.residuals[0].state(), strict=True):
+                left.setdefault(part.name, []).append(kept)
+        unsent = torch.cat([torch.cat(left[key]) for key, _ in replica.model.named_parameters()])
+        assert unsent.any()
+        adds = options.get("n_sync", 1) > 1 and "rule" not in options
+        torch.testing.assert_close(replica.weights() + (unsent if adds else -unsent), begun - total)
+        first, pushes = 8 * ELEMENTS, 6 // options.get("n_sync", 1)
+        assert sent - first <= pushes * (make_codec(name).nbytes(ELEMENTS, torch.float64) + 8 * 1024)
+        if name != "topk":  # of so little most is sent whole
+            assert sent - first < pushes * first / 3
+
+
+def test_one_shard_counts_the_bytes_of_a_push() -> None:
+    for name in NAMES:
+        with meeting("downpour", 1, servers=1, compress=name) as (side, _):
+            replica = side(0)
+            replica.push(1.0)
+            replica.exchange.take_tally()
+            replica.push(1.0)
+            tally = replica.exchange.take_tally()
+            predicted = parse_exchange("downpour", {"compress": name}).bytes_per_step(4 * ELEMENTS, 1, in_memory=False)
+            assert tally.sent_bytes + tally.received_bytes == predicted
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_servers() -> None:
+    for name in NAMES:
+        with meeting("downpour", 1, servers=1, compress=name) as (side, _):
+            replica = side(0)
+            replica.push(float("nan"))
+            assert not replica.weights().isfinite().all(), name
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", "sync", "downpour"])
+@pytest.mark.parametrize("name", NAMES)
+def test_compressed_training_learns(exchange: str, name: CodecName) -> None:
+    """Eight batches are learnt by heart, at a rate at which plain steps do so too."""
+    options: dict[str, Any] = {"compress": name, **({"density": 0.05} if name == "topk" else {})}
+    with meeting(exchange, 2, servers=0 if exchange == "allreduce" else 1, **options) as (side, _):
+
+        def train(number: int) -> tuple[float, float]:
+            replica = side(number, momentum=0.0, weight_decay=0.0)
+            before = loss(replica)
+            for step in range(150):
+                replica.step(*batch(4 * number + step % 4), rate=0.1)
+            replica.exchange.settle()
+            return before, loss(replica)
+
+        for before, after in at_once([partial(train, number) for number in range(2)]):
+            assert after < 0.4 * before
+
+
+def loss(side: Side) -> float:
+    with torch.no_grad():
+        losses = [F.cross_entropy(side.model(x), y) for x, y in map(batch, range(8))]
+    return float(sum(losses)) / len(losses)

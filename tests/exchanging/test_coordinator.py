@@ -1,0 +1,190 @@
+"""The meeting point of a run: what very many replicas cost it, and for whom it waits how long."""
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.errors import PeerError
+from shoal.exchanging.membership.coordinator import Coordinator
+from shoal.transport.links import Link, LinkLost, connect
+from shoal.transport.links.crowd import SPARE
+from shoal.transport.links.link import _packed
+from shoal.transport.links.sockets import allow_many_files
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextmanager
+def meeting_point(**options: Any) -> Iterator[Coordinator]:
+    coordinator = Coordinator(**{"heartbeat": 30.0, **options})
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def come(place: Coordinator, replica: int | None) -> Link:
+    link = connect(place.address, place.token, {"as": "replica", "replica": replica, "pids": []}, name="the place")
+    link.timeout = 60
+    link.receive()
+    return link
+
+
+def come_from(host: str, place: Coordinator, replica: int) -> Link:
+    """A replica of another host: whatever begins with 127 is an address of this one."""
+    link = Link(socket.create_connection(place.address, source_address=(host, 0)), "the place", 60.0)
+    link.send({"token": place.token, "hello": {"as": "replica", "replica": replica, "pids": []}})
+    for _ in range(2):
+        link.receive()
+    return link
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_many_replicas_cost_one_file_each_and_no_thread() -> None:
+    many = 700  # and as many files of this test's own
+    allow_many_files()
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=many, wanted=many))
+        links = [stack.enter_context(come(coordinator, 0))]
+        files, threads = psutil.Process().num_fds(), threading.active_count()
+        links += [stack.enter_context(come(coordinator, number)) for number in range(1, many)]
+        for link in links:
+            link.send({"ask": "pulse"})
+            link.send({"ask": "ticket", "version": 0})
+        for link in links:
+            assert link.receive().head["counts"]
+        assert len(coordinator.active()) == many
+        assert until(lambda: threading.active_count() <= threads + SPARE)
+        assert psutil.Process().num_fds() <= files + 2 * (many - 1) + SPARE
+        links[5].close()
+        assert until(lambda: 5 not in coordinator.active())
+
+
+def test_answers_that_wait_cost_no_thread() -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=50, servers=50))
+        links = [stack.enter_context(come(coordinator, number)) for number in range(50)]
+        threads = threading.active_count()
+        for link in links[1:]:
+            link.send({"ask": "servers"})
+        for number in range(50):
+            links[0].send({"ask": "serve", "number": number, "address": ["127.0.0.1", 1 + number], "token": "x"})
+            assert links[0].receive().head == {}
+            assert threading.active_count() <= threads + SPARE + 1
+        for link in links[1:]:
+            assert len(link.receive().head["servers"]) == 50
+
+
+def test_a_replica_that_dies_while_it_waits_for_an_answer_is_missed_at_once() -> None:
+    with meeting_point(replicas=2, servers=1) as coordinator:
+        link = come(coordinator, 0)
+        link.send({"ask": "servers"})
+        assert until(lambda: bool(coordinator._waiting))
+        link.close()
+        assert until(lambda: coordinator.active() == [])
+
+
+def test_a_server_that_is_late_is_awaited_and_one_that_never_comes_is_named() -> None:
+    errors: list[Exception] = []
+    with meeting_point(replicas=2, servers=2, timeout=1.0, heartbeat=0.1, on_error=errors.append) as coordinator:
+        serve: dict[str, Any] = {"ask": "serve", "address": ["127.0.0.1", 1], "token": "x"}
+        with come(coordinator, 0) as first:
+            first.send({**serve, "number": 0})
+            first.receive()
+            first.send({"ask": "servers"})
+            with pytest.raises(LinkLost):
+                first.receive()
+        (error,) = errors
+        assert isinstance(error, PeerError)
+        assert error.problem == "server 1 did not come in 1 seconds; of 2, 1 are missing."
+        assert "bug" not in error.remedy
+
+
+def test_whose_threads_others_need_stays_while_one_is_at_work() -> None:
+    """Longer than the time-out, which is for those that give no sign of life."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=2, timeout=0.5, heartbeat=0.1))
+        first, second = (stack.enter_context(come(coordinator, number)) for number in range(2))
+        first.send({"ask": "farewell"})
+        assert not first.poll(1.5)
+        second.send({"ask": "farewell"})
+        assert (first.receive().head, second.receive().head) == ({}, {})
+
+
+def test_who_never_comes_is_awaited_for_the_time_out() -> None:
+    with meeting_point(replicas=2, timeout=0.5, heartbeat=0.1) as coordinator, come(coordinator, 0) as first:
+        first.send({"ask": "farewell"})
+        assert first.receive().head == {}
+    with meeting_point(replicas=2, timeout=1000.0, heartbeat=0.1) as coordinator, come(coordinator, 0) as first:
+        first.send({"ask": "farewell"})
+        assert not first.poll(0.5)
+        coordinator.drop(1)  # its process ended before it came
+        assert first.receive().head == {}
+
+
+def test_one_that_freezes_in_the_middle_of_a_frame_is_told_of_and_its_frame_arrives_when_it_wakes() -> None:
+    heard: list[int] = []
+
+    def answer(_: object, frame: Any) -> tuple[dict[str, Any], list[Any]]:
+        heard.append(len(frame.buffers[0]))
+        return {}, []
+
+    with meeting_point(heartbeat=0.2, answer=answer) as coordinator, come(coordinator, 0) as link:
+        frame = _frame({"ask": "result"}, 1000)
+        link._socket.sendall(frame[:500])
+        assert until(lambda: [event.what for event in coordinator.events] == ["joined", "frozen"])
+        link._socket.sendall(frame[500:])
+        assert link.receive().head == {}
+        assert heard == [1000]
+        assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]
+
+
+def _frame(head: dict[str, Any], size: int) -> bytes:
+    """As a link sends it, with one buffer."""
+    return _packed(head, [size]) + bytes(size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs several addresses of loopback")
+def test_servers_are_started_by_replicas_each_on_its_host_the_coordinators_first() -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=4, servers=5, servers_on_hosts=True))
+        hosts = ["127.0.0.3", "127.0.0.2", "127.0.0.3", "127.0.0.1"]
+        links = [stack.enter_context(come_from(host, coordinator, number)) for number, host in enumerate(hosts[:3])]
+        links[0].send({"ask": "servers"})
+        assert not links[0].poll(0.3)  # one of them may be on a host that nobody knows yet
+        links.append(stack.enter_context(come_from(hosts[3], coordinator, 3)))
+        assert links[0].receive().head == {"start": [1, 4]}
+        for link in links:
+            link.send({"ask": "servers"})
+        assert links[3].receive().head == {"start": [0, 3]}
+        assert links[1].receive().head == {"start": [2]}
+        assert not links[2].poll(0.1)  # another has started those of its host
+        for number in range(5):
+            where: dict[str, Any] = {"address": ["127.0.0.1", 1 + number], "token": "x"}
+            hello = {"as": "server", "number": number, **where}
+            stack.enter_context(connect(coordinator.address, coordinator.token, hello, name="the place"))
+        for link in (links[0], links[2]):
+            assert len(link.receive().head["servers"]) == 5
+
+
+def test_servers_do_not_wait_long_for_a_host_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.exchanging.membership.coordinator.PLACE_SECONDS", 0.3)
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"replicas": 2, "servers": 2, "servers_on_hosts": True, "heartbeat": 0.2}
+        coordinator = stack.enter_context(meeting_point(**options))
+        first = stack.enter_context(come(coordinator, 0))
+        first.send({"ask": "servers"})
+        assert first.receive().head == {"start": [0, 1]}

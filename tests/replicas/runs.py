@@ -1,0 +1,30 @@
+"""Runs that tests conduct."""
+
+from shoal.config import TrainConfig
+from shoal.exchanges import ExchangeOptions
+from shoal.training.listener import About
+
+
+def about_a_run(config: TrainConfig, options: ExchangeOptions, steps_per_epoch: int = 10) -> About:
+    """What a run with these settings would be about, of a network and data that nobody needs."""
+    return About(
+        model="net",
+        parameters=1,
+        data="digits",
+        train_samples=80,
+        test_samples=8,
+        classes=10,
+        origin="here",
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        batch=config.batch,
+        workers=config.workers,
+        plan=config.plan,
+        replicas=config.replicas,
+        exchange=options.name,
+        device="cpu",
+        threads=1,
+        timeout=config.timeout,
+        survives=options.survives,
+        done=0,
+    )

@@ -1,0 +1,159 @@
+"""A run that is conducted, asked by replicas that this test plays."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import TrainConfig
+from shoal.errors import PeerError, RunError
+from shoal.exchanges import Holding
+from shoal.exchanging import Seat
+from shoal.replicas.conducting import Conducting
+from shoal.replicas.orders import NextBatch, question_head
+from shoal.replicas.recorder import Recorder
+from shoal.training.listener import Listener
+from shoal.training.run_folder import RunFolder
+from shoal.transport.links import LOOPBACK, connect
+from tests.replicas.runs import about_a_run
+
+pytestmark = pytest.mark.timeout(60)
+NOWHERE = Holding("none")
+
+
+@contextmanager
+def conducted(folder: Path, held: Holding = NOWHERE, **settings: Any) -> Iterator[Conducting]:
+    config = TrainConfig.parse({"data": "digits", "out": folder, **settings})
+    options = config.exchange_settings()
+    assert options is not None
+    about = about_a_run(config, options)
+    recorder = Recorder(RunFolder.create(config), config, about)
+    conducting = Conducting(
+        config,
+        options,
+        about,
+        recorder,
+        Listener(),
+        None,
+        held=held,
+        host=LOOPBACK,
+        store="file:///nowhere",
+        folder=str(folder),
+    )
+    try:
+        yield conducting
+    finally:
+        conducting.close()
+        recorder.close()
+
+
+def test_a_run_in_lockstep_gives_up_on_a_frozen_replica_also_where_the_others_only_ask(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "replicas": 2,
+        "exchange": "allreduce",
+        "exchange_options": {"heartbeat": 0.2},
+        "timeout": 3.0,
+    }
+    with conducted(tmp_path / "run", **settings) as conducting, ExitStack() as closing:
+        meeting = conducting.meeting
+        seats = [Seat(meeting, rank=0, replica=number, pids=[], heartbeat=0.2) for number in range(2)]
+        for seat in seats:
+            closing.callback(seat.hang_up)
+        orders = []
+
+        def ask() -> str:
+            orders.append(seats[0].ask(question_head(NextBatch())).head["order"])
+            return str(orders[-1])
+
+        while ask() == "batch":  # all of the epoch; the last of them needs replica 1, which has none
+            pass
+        silent = connect(meeting.address, meeting.token, {"as": "pulse", "replica": 1, "rank": 0}, name="a dead pulse")
+        closing.callback(silent.close)
+        deadline = time.monotonic() + 30
+        while ask() == "wait" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert orders == ["batch"] * 10 + ["wait"] * (len(orders) - 11) + ["stop"]
+        with pytest.raises(PeerError, match=r"replica 1 gave no sign of life for 3 seconds") as caught:
+            conducting.ended()
+        assert caught.value.remedy.startswith("There is no checkpoint yet")
+        assert [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"frozen"' in line]
+
+
+def test_the_loss_of_a_replica_whose_threads_hold_weights_ends_the_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "replicas": 2,
+        "exchange": "downpour",
+        "exchange_options": {"servers": "threads", "shards": 1},
+    }
+    with conducted(tmp_path / "run", held=Holding("threads", 1), **settings) as conducting:
+        seats = [Seat(conducting.meeting, rank=0, replica=number, pids=[], heartbeat=5.0) for number in range(2)]
+        seats[1].hang_up()
+        wait_until(lambda: "lost" in happened(tmp_path / "run"))
+        assert not conducting.over  # it held nothing
+        seats[0].hang_up()
+        wait_until(lambda: conducting.over)
+        with pytest.raises(RunError, match=r"server 0 was lost"):
+            conducting.ended()
+
+
+IN_THREADS: dict[str, Any] = {
+    "replicas": 2,
+    "exchange": "downpour",
+    "exchange_options": {"servers": "threads", "heartbeat": 0.2},
+}
+
+
+def test_a_replica_whose_threads_are_awaited_and_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with conducted(tmp_path / "run", held=Holding("threads", 2), timeout=1.0, **IN_THREADS) as conducting:
+        first = Seat(conducting.meeting, rank=0, replica=0, pids=[], heartbeat=0.2)
+        first.send({"ask": "servers"})
+        wait_until(lambda: conducting.over)
+        first.hang_up()
+        with pytest.raises(PeerError, match=r"server 0 did not come in 1 seconds; of 2, 2 are missing") as caught:
+            conducting.ended()
+        assert "bug" not in caught.value.remedy
+
+
+def test_a_replica_whose_threads_are_awaited_and_that_ends_before_it_came_ends_the_run(tmp_path: Path) -> None:
+    with conducted(tmp_path / "run", held=Holding("threads", 2), timeout=1000.0, **IN_THREADS) as conducting:
+        first = Seat(conducting.meeting, rank=0, replica=0, pids=[], heartbeat=0.2)
+        first.send({"ask": "servers"})
+        conducting.lost(1, "rank 1 was killed")
+        assert conducting.over
+        first.hang_up()
+        with pytest.raises(RunError, match=r"server 1 was lost"):
+            conducting.ended()
+
+
+def test_a_replica_whose_message_has_no_meaning_is_lost_and_the_others_go_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"replicas": 2, "exchange": "downpour"}
+    with conducted(tmp_path / "run", **settings) as conducting, ExitStack() as closing:
+        seats = [Seat(conducting.meeting, rank=0, replica=number, pids=[], heartbeat=5.0) for number in range(2)]
+        for seat in seats:
+            closing.callback(seat.hang_up)
+        with pytest.raises(PeerError):
+            seats[1].ask({"ask": "next", "done": {"steps": "many"}, "stop": False})
+        wait_until(lambda: "lost" in happened(tmp_path / "run"))
+        assert seats[0].ask(question_head(NextBatch())).head["order"] == "batch"
+        assert not conducting.over
+    (why,) = (line["why"] for line in lines_of(tmp_path / "run") if line["event"] == "ended")
+    assert "was not understood" in why
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def happened(folder: Path) -> list[str]:
+    return [line["event"] for line in lines_of(folder)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()

@@ -1,0 +1,57 @@
+"""Lines of metrics: everything of a few replicas, and little of very many."""
+
+import json
+from collections import Counter
+from typing import Any
+
+from shoal.config import TrainConfig
+from shoal.exchanging import Tally
+from shoal.replicas.effects import HowFar
+from shoal.replicas.journal import Journal
+from shoal.replicas.orders import Step, StepsDone
+from tests.replicas.runs import about_a_run
+
+
+def line_of(replicas: int) -> dict[str, Any]:
+    """The line of an epoch in which every replica made one step, number k with a staleness of k."""
+    sizes = {"replicas": replicas, "workers": replicas, "batch": replicas}
+    config = TrainConfig.parse({**sizes, "exchange": "downpour", "data": "digits"})
+    options = config.exchange_settings()
+    assert options is not None
+    journal = Journal(config, options, about_a_run(config, options, replicas), HowFar(), 0.0)
+    for number in range(replicas):
+        tally = Tally(steps=1, updates=1 + number, wait_seconds=number / 7, staleness=Counter({number: 1}))
+        journal.note(number, StepsDone((Step(number, 0.5, 0.1),), True, (7,), tally), 1.0)
+        journal.add_loss(0.5)
+    line = journal.counted(replicas, range(replicas), 1.0)
+    assert line is not None
+    return line
+
+
+def test_a_line_of_a_few_replicas_tells_of_each() -> None:
+    line = line_of(3)
+    assert (line["replicas"], line["active"], line["updates"]) == (3, [0, 1, 2], {0: 1, 1: 2, 2: 3})
+    assert line["wait_seconds"] == {0: 0.0, 1: 0.143, 2: 0.286}
+    assert line["staleness_histogram"] == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_line_of_a_thousand_replicas_is_short_and_tells_how_they_are_spread() -> None:
+    line = line_of(1000)
+    assert len(json.dumps(line)) < 1000
+    assert (line["replicas"], line["active"]) == (1000, None)
+    assert line["updates"] == {"least": 1, "median": 500.5, "most": 1000}
+    assert sum(line["staleness_histogram"].values()) == 1000
+
+
+def test_an_epoch_at_the_loss_of_guessing_is_told_of_once() -> None:
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 3})
+    options = config.exchange_settings()
+    assert options is not None
+    journal = Journal(config, options, about_a_run(config, options, 2), HowFar(), 0.0)
+    told = []
+    for counted in range(1, 7):
+        journal.add_loss(2.31 if counted <= 4 else 1.0)
+        journal.counted(counted, [0, 1], 1.0)
+        told.append(journal.take_warning())
+    assert [bool(text) for text in told] == [False, False, False, True, False, False]  # the first may be a warm-up
+    assert "epoch 2, 2.31, is that of guessing among 10 classes" in str(told[3])

@@ -1,0 +1,49 @@
+"""What exchanges are told, and what they tell before they begin."""
+
+from typing import Any
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.exchanges import parse_exchange
+from shoal.exchanging.dasgd import Options as Dasgd
+
+
+def dasgd(**options: Any) -> Dasgd:
+    parsed = parse_exchange("dasgd", options)
+    assert isinstance(parsed, Dasgd)
+    return parsed
+
+
+def test_dasgd_as_in_the_paper_is_a_preset_beside_the_defaults() -> None:
+    paper, default = dasgd(preset="paper"), dasgd()
+    assert (paper.sparse, paper.momentum_at, paper.push_every, paper.fetch_every) == ("threshold", "server", 1, 1)
+    assert (default.sparse, default.momentum_at, default.push_every) == ("sampled", "worker", 4)
+
+
+def test_what_is_given_wins_over_the_preset() -> None:
+    assert dasgd(preset="paper", n_sync=3).push_every == 3
+    assert dasgd(preset="paper", n_push=2, n_fetch=2).push_every == 2
+    assert dasgd(preset="paper", sparse="topk").sparse == "topk"
+
+
+def test_a_preset_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="preset = 'papers' does not work"):
+        dasgd(preset="papers")
+
+
+def test_what_was_chosen_is_read_back_as_it_was() -> None:
+    paper = dasgd(preset="paper")
+    assert dasgd(**paper.model_dump(mode="json", exclude_none=True)) == paper
+
+
+def test_adagrad_says_that_it_uses_no_momentum() -> None:
+    adagrad = parse_exchange("downpour", {"rule": "adagrad"})
+    assert "momentum 0.9 is not used" in adagrad.warnings(2, lr=0.1, momentum=0.9)[0]
+    assert adagrad.warnings(2, lr=0.1, momentum=0.0) == []
+
+
+def test_what_is_under_way_beside_compute_cannot_be_dropped() -> None:
+    assert "overlap" in parse_exchange("downpour", {"overlap": True, "n_sync": 2}).model_dump()
+    with pytest.raises(ConfigError, match="max_staleness = 3 drops a push after the next steps were begun"):
+        parse_exchange("downpour", {"overlap": True, "max_staleness": 3})
