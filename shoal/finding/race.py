@@ -106,6 +106,6 @@ def _example(model: ParallelModule, captured: Captured, graph: LayerGraph) -> tu
 def _random(box: Box | None, dtype: str, device: torch.device) -> Tensor:
     shape: Sequence[int] = [0] if box is None else [len(span) for span in box]
     kind = getattr(torch, dtype.removeprefix("torch."))
-    if kind.is_floating_point:
-        return torch.rand(shape, dtype=kind, device=device)
+    if kind.is_floating_point:  # alike on all ranks, as an input must be that none of them cuts
+        return torch.rand(shape, dtype=kind, generator=torch.Generator().manual_seed(0)).to(device)
     return torch.zeros(shape, dtype=kind, device=device)

@@ -52,6 +52,7 @@ def test_strangers_at_every_port_harm_nobody_and_learn_nothing(
         meeting = json.loads((out / "meeting.json").read_text())
         assert (out / "meeting.json").stat().st_mode & 0o077 == 0
 
+        wait_for(lambda: len(ports_of(tree(run.pid))) >= doors + others, run)  # a replica may be active but not begun
         ports = ports_of(tree(run.pid))
         assert len(ports) == doors + others
         assert [port for port in ports if not port.loopback] == []
