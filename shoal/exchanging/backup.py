@@ -82,7 +82,7 @@ class Options(Kind):
     def join(self, replica: Replica, seat: Seat, number: int) -> "Backup":
         """Servers take momentum and weight decay of the optimizer over."""
         settings = self.taken_over(replica.optimizer)
-        terms = {"rule": "sgd", **settings, "wanted": self.gradients_per_update(seat.meeting.replicas)}
+        terms = {"rule": "sgd", **settings, "by_tickets": True}
         ask = (lambda head: seat.ask(head).head) if seat.rank == 0 else None
         shards = reach_shards(replica, seat, number, terms)
         return Backup(replica, shards, ask=ask, server_momentum=settings["momentum"])

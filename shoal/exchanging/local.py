@@ -72,7 +72,7 @@ class Options(Kind):
         """Averaging once is gossip that never speaks."""
         if self.average == "once":
             return Gossip(replica, Peers(seat, number), random.Random(number), share=first_share(seat, number))
-        terms = {"rule": "outer", "momentum": self.outer_momentum, "wanted": seat.meeting.replicas}
+        terms = {"rule": "outer", "momentum": self.outer_momentum, "by_tickets": True}
         ask = (lambda head: seat.ask(head).head) if seat.rank == 0 else None
         return Local(replica, reach_shards(replica, seat, number, terms), self, ask=ask)
 

@@ -40,8 +40,23 @@ def test_a_ticket_of_a_lost_replica_is_no_longer_needed() -> None:
     tickets.members({0, 1, 2})
     tickets.ask(0, 0)
     tickets.ask(1, 0)
+    assert tickets.makers() == {0: {0, 1}}
     tickets.members({0, 2})
-    assert tickets.needs() == ({0: 1}, 2)
+    assert tickets.makers() == {0: {0}}
+    tickets.members({0, 1, 2})  # it was only frozen
+    assert tickets.makers() == {0: {0, 1}}
+
+
+def test_a_resting_replica_that_pushes_what_it_has_left_takes_nobodys_place_and_is_not_awaited_when_lost() -> None:
+    tickets = Tickets(9, 3)
+    tickets.members({0, 1, 2})
+    tickets.members({0, 1, 2}, resting={2})
+    assert [tickets.ask(replica, 0) for replica in (2, 0)] == [True, True]
+    assert tickets.version == 0
+    tickets.members({0, 1})
+    assert tickets.version == 0
+    assert tickets.ask(1, 0)
+    assert tickets.makers() == {0: {0, 1}}
 
 
 @given(seed=st.integers(0, 10_000), wanted=st.integers(1, 4), replicas=st.integers(1, 5))
@@ -59,4 +74,4 @@ def test_rounds_go_on_as_long_as_one_replica_is_left(seed: int, wanted: int, rep
         granted = [replica for replica in draws.sample(sorted(active), len(active)) if tickets.ask(replica, version)]
         assert tickets.version == version + 1
         assert len(granted) <= wanted
-        assert tickets.needs()[0][version] >= 1
+        assert tickets.makers() == {version: set(granted)}

@@ -1,6 +1,6 @@
 """Who takes part in a run: replicas that come, go, freeze and die, and the servers they find through here.
 
-    replica's first rank ──ask──▶ Coordinator ◀──pulse── every rank and server      server ◀──needs── Coordinator
+    replica's first rank ──ask──▶ Coordinator ◀──pulse── every rank and server      server ◀──makers── Coordinator
 
 Every rank keeps a pulse: it says on a link, the first rank on the one that it asks on, that it lives. A rank that dies
 closes its link, which is seen at once; a rank that is frozen, or cut off, is silent for `heartbeat` seconds. Either
@@ -23,6 +23,7 @@ from shoal.errors import PeerError
 from shoal.exchanging.membership.tickets import Tickets
 from shoal.exchanging.servers.shared_memory import SharedFolder
 from shoal.transport.links import (
+    JSON,
     Address,
     Crowd,
     Door,
@@ -363,7 +364,10 @@ class Coordinator:
         if self._tickets is None:
             raise fields.refused("a replica asked for a ticket, but this exchange gives out none.")
         with self.changed:
+            before = self._tickets.version
             counts = member.state == "active" and self._tickets.ask(member.replica, version)
+            if self._tickets.version != before:
+                self._tell_servers()
             return {"counts": counts, "version": self._tickets.version}
 
     def _take_pulse(self, link: Link, hello: Mapping[str, Any]) -> None:
@@ -424,7 +428,7 @@ class Coordinator:
     def _tell_members(self) -> None:
         """Tell who takes part to everybody who needs it: servers, and ranks that have peers."""
         if self._tickets is not None:
-            self._tickets.members(set(self.active()) - self._resting)
+            self._tickets.members(self.active(), self._resting)
         self._tell_servers()
         self._tell_peers()
 
@@ -547,10 +551,13 @@ class Coordinator:
         return to_start
 
     def _tell_servers(self) -> None:
-        """Tell servers who takes part, and with tickets how many gradients each update waits for."""
-        of_versions, then = ({}, 0) if self._tickets is None else self._tickets.needs()
-        needs = None if self._tickets is None else [[version, need] for version, need in of_versions.items()]
-        told = {"members": self.active(), "resting": sorted(self._resting), "needs": needs, "then": then}
+        """Tell servers who takes part, and with tickets whose gradients make the update that is due."""
+        makers = {} if self._tickets is None else self._tickets.makers()
+        told: dict[str, JSON] = {
+            "members": self.active(),
+            "resting": sorted(self._resting),
+            "makers": [[version, sorted(replicas)] for version, replicas in makers.items()],
+        }
         for server, _, _ in self._servers.values():
             if server is not None:
                 with suppress(LinkError):  # the thread that receives from it notices; it is told again when it is back

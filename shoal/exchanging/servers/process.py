@@ -59,8 +59,7 @@ def serve(server: Server, coordinator: Address, token: str, number: int) -> None
         while True:
             head = link.receive().head
             server.members(frozenset(head["members"]), frozenset(head["resting"]))
-            if head["needs"] is not None:
-                server.need(dict(head["needs"]), head["then"])
+            server.made_by({version: frozenset(makers) for version, makers in head["makers"]})
     except LinkLost:
         pass
     finally:

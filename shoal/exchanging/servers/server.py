@@ -46,7 +46,9 @@ class Terms:
     decay: str = "none"
     decay_base: float = 1.0
     wanted: int = 0
-    """Gradients of one version that make an update (backup workers); 0: each gradient is an update."""
+    """Gradients of one version that make an update; 0: each gradient is an update."""
+    by_tickets: bool = False
+    """Whether the coordinator says which replicas' gradients of a version make its update."""
     gather: int = 1
     """Gradients of any version that make an update."""
     delay: int = 0
@@ -82,7 +84,8 @@ class Terms:
         fields.as_integer(told.wanted, "wanted")
         fields.as_integer(told.gather, "gather", least=1)
         fields.as_integer(told.delay, "delay")
-        fields.flag({"locked": told.locked}, "locked")
+        for name in ("locked", "by_tickets"):
+            fields.flag(asdict(told), name)
         fields.text({"compress": told.compress}, "compress", ("none", *get_args(CodecName)))
         if not 0 < fields.number({"density": told.density}, "density") <= 1:
             raise fields.refused(f"density = {told.density} where a share above 0 and up to 1 belongs.")
@@ -183,7 +186,7 @@ class Server:
     def __init__(self, host: str = "127.0.0.1", on_error: Callable[[BaseException], None] | None = None) -> None:
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
-        self._needs: tuple[Mapping[int, int], int] | None = None
+        self._makers: Mapping[int, frozenset[int]] = {}
         self._members: tuple[frozenset[int], frozenset[int]] | None = None
         self.patience = GIVE_UP_SECONDS
         """Seconds for which the network to a replica may be cut."""
@@ -194,13 +197,13 @@ class Server:
         self.address, self.token = self._door.address, self._door.token
         """Where replicas reach it, and the token that they must know."""
 
-    def need(self, of_versions: Mapping[int, int], then: int) -> None:
-        """With backup workers: how many gradients make the update of certain versions, and of all later ones."""
+    def made_by(self, makers: Mapping[int, frozenset[int]]) -> None:
+        """With tickets: whose gradients make the updates of certain versions."""
         with self._lock:
-            self._needs = of_versions, then
+            self._makers = makers
             for held in self._held.values():
                 if isinstance(held.rounds, Rounds):
-                    held.rounds.need(of_versions, then)
+                    held.rounds.made_by(makers)
 
     def members(self, active: frozenset[int], resting: frozenset[int]) -> None:
         """Who takes part from now on, and who of them has nothing to do."""
@@ -253,11 +256,10 @@ class Server:
             if self._members is not None:
                 consensus.members(*self._members)
             return consensus
-        if not terms.wanted:
+        if not (terms.wanted or terms.by_tickets):
             return None
-        rounds = Rounds(shard, terms.wanted)
-        if self._needs is not None:
-            rounds.need(*self._needs)
+        rounds = Rounds(shard, None if terms.by_tickets else terms.wanted)
+        rounds.made_by(self._makers)
         return rounds
 
 
@@ -335,9 +337,7 @@ class _Desk:
             match rounds:
                 case None:
                     outcome = shard.push_and_fetch(push, None)
-                case Rounds():
-                    outcome = rounds.add(push)
-                case Consensus():
+                case Rounds() | Consensus():
                     outcome = rounds.add(push, self._replica)
         return outcome if rounds is None else rounds.wait(outcome.version, applied=outcome.applied)
 
