@@ -52,6 +52,7 @@ from shoal.replicas.orders import (
 from shoal.replicas.testing import STOPPING, OwnStates, TestsDue, UnderWay
 from shoal.replicas.watch import Watch
 from shoal.training.evaluate import Evaluation
+from shoal.training.learns import how_to_step_less
 from shoal.training.listener import About
 
 
@@ -329,8 +330,7 @@ class Conductor:
             self._effects += self.warn(told)
 
     def _diverge(self, problem: str) -> None:
-        remedy = f"Lower the rate (--lr, now {self._config.lr}) or --momentum, add --warmup, or warm_start."
-        self._fail(DivergedError(problem, remedy))
+        self._fail(DivergedError(problem, how_to_step_less(self._config)))
 
     def _settle(self, replica: int, now: float) -> None:
         """A replica takes the weights that it tests: what is counted by now is in them."""

@@ -14,7 +14,7 @@ from shoal.replicas.scores import Scores
 from shoal.result import BytesPerStep, ExchangeReport, Staleness
 from shoal.training.evaluate import Evaluation
 from shoal.training.learning_rate import rate_at
-from shoal.training.learns import stopped_learning
+from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About
 from shoal.training.outcome import Measured
 
@@ -46,14 +46,18 @@ class Journal:
     def _samples_per_batch(self) -> int:
         return self._config.batch if self._options.same_batch else self._config.replica_batch
 
+    @property
+    def _warmup_steps(self) -> int:
+        climb = 0 if self._config.warmup else self._rates.climb * self._config.replicas
+        return round(self._config.warmup * self._about.steps_per_epoch) or min(climb, self.total // 10)
+
     def rate(self, number: int) -> float:
         """The learning rate for a batch."""
-        climb = 0 if self._config.warmup else self._rates.climb * self._config.replicas
         return rate_at(
             number,
             peak=self._rates.lr,
             schedule=self._config.schedule,
-            warmup_steps=round(self._config.warmup * self._about.steps_per_epoch) or min(climb, self.total // 10),
+            warmup_steps=self._warmup_steps,
             total_steps=self.total,
         )
 
@@ -89,7 +93,8 @@ class Journal:
                 self._last_loss,
                 self._about.classes,
                 epoch=counted // self._about.steps_per_epoch,
-                remedy=f"Lower the rate (--lr, now {self._config.lr:g}) or --momentum, add --warmup, or warm_start.",
+                steps=counted - self._warmup_steps,
+                remedy=how_to_step_less(self._config),
             )
         return line
 

@@ -28,7 +28,7 @@ from shoal.training.evaluate import Evaluation, evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
-from shoal.training.learns import stopped_learning
+from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import MetricsFile, lines_are_missing
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
@@ -97,13 +97,16 @@ class Run:
     def _keeps_files(self) -> bool:
         return self.job.network.rank == 0
 
+    @property
+    def _warmup_steps(self) -> int:
+        return round(self.job.config.warmup * self.job.loader.order.steps_per_epoch)
+
     def _train_epoch(self, metrics: MetricsFile, stop: StopSignal) -> None:
         """From the position to the end of its epoch. The loop that has to be as fast as a bare one."""
         job, progress, config = self.job, self.progress, self.job.config
         epoch, start = progress.position.epoch, progress.position.step
         steps_per_epoch = job.loader.order.steps_per_epoch
-        warmup_steps = round(config.warmup * steps_per_epoch)
-        before = time.perf_counter()
+        warmup_steps, before = self._warmup_steps, time.perf_counter()
         with closing(job.loader.epoch(epoch, start=start)) as batches:
             for step, (x, y) in enumerate(batches, start=start):
                 rate = rate_at(
@@ -136,7 +139,7 @@ class Run:
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
-                f"Lower the rate (--lr, now {config.lr}), add --warmup, or look for bad values in the data.",
+                f"{how_to_step_less(config)} Or look for bad values in the data.",
             )
         self._write(
             metrics,
@@ -186,9 +189,13 @@ class Run:
         progress.last_loss = self._over_ranks(progress.losses[0]) / progress.position.step
         progress.losses.zero_()
         progress.position = Position(progress.position.epoch + 1, 0)
-        remedy = f"Lower the rate (--lr, now {self.job.config.lr:g}) or --momentum, or add --warmup."
-        classes = self.job.splits.train.classes
-        told = stopped_learning(progress.last_loss, classes, epoch=progress.position.epoch, remedy=remedy)
+        told = stopped_learning(
+            progress.last_loss,
+            self.job.splits.train.classes,
+            epoch=progress.position.epoch,
+            steps=progress.steps - self._warmup_steps,
+            remedy=how_to_step_less(self.job.config),
+        )
         if told is not None:
             self._write(metrics, event="warning", text=told)
         last = progress.position.epoch == self.job.config.epochs

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from shoal.config import TrainConfig
@@ -55,3 +56,17 @@ def test_an_epoch_at_the_loss_of_guessing_is_told_of_once() -> None:
         told.append(journal.take_warning())
     assert [bool(text) for text in told] == [False, False, False, True, False, False]  # the first may be a warm-up
     assert "epoch 2, 2.31, is that of guessing among 10 classes" in str(told[3])
+
+
+def test_a_long_first_epoch_at_the_loss_of_guessing_is_told_of_too() -> None:
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 2})
+    options = config.exchange_settings()
+    assert options is not None
+    about = replace(about_a_run(config, options, 2), steps_per_epoch=300)
+    journal = Journal(config, options, about, HowFar(), 0.0)
+    for counted in range(1, 301):
+        journal.add_loss(2.31)
+        journal.counted(counted, [0, 1], 1.0)
+    told = str(journal.take_warning())
+    assert "epoch 1, 2.31, is that of guessing" in told
+    assert "Lower --lr (given 0.05; downpour steps at 0.025) or --momentum, or add --warmup or warm_start." in told

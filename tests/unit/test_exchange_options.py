@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.exchanges import parse_exchange
+from shoal.exchanges import EXCHANGES, Rates, parse_exchange
 from shoal.exchanging.dasgd import Options as Dasgd
 
 
@@ -47,3 +47,21 @@ def test_what_is_under_way_beside_compute_cannot_be_dropped() -> None:
     assert "overlap" in parse_exchange("downpour", {"overlap": True, "n_sync": 2}).model_dump()
     with pytest.raises(ConfigError, match="max_staleness = 3 drops a push after the next steps were begun"):
         parse_exchange("downpour", {"overlap": True, "max_staleness": 3})
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_rates_of_every_exchange_from_those_of_one_worker(name: str) -> None:
+    """As the table in docs/exchanges.md has them."""
+    given = Rates(0.08, 0.9)
+    one_part_each = Rates(0.02, 0.9, climb=100)
+    own = {"downpour": Rates(0.02, 0.8, climb=100), "hogwild": Rates(0.02, 0.8, climb=100), "dasgd": one_part_each}
+    options = parse_exchange(name, {})
+    assert options.tuned(given, 4) == pytest.approx(own.get(name, given))
+    assert options.tuned(given, 1) == given
+    assert parse_exchange(name, {"rates": "given"}).tuned(given, 4) == given
+
+
+def test_momentum_that_all_share_is_lowered_and_that_of_each_replica_is_not() -> None:
+    given = Rates(0.08, 0.9)
+    assert parse_exchange("downpour", {"n_sync": 4}).tuned(given, 4).momentum == 0.9
+    assert parse_exchange("dasgd", {"momentum_at": "server"}).tuned(given, 4).momentum == pytest.approx(0.8)
