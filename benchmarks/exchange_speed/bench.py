@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import shoal
 from benchmarks.common.before import import_before
+from benchmarks.common.memory import require
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.trained import Trained, wait_until_sent
 from benchmarks.common.turns import Measured, Step, take_turns
@@ -50,6 +51,13 @@ SIZES = {
 """Sample, samples of one replica's batch, classes, steps per turn."""
 SLOW_STEPS = 4
 """Times as many steps per turn beside a slow replica, with one of whose steps a turn ends."""
+PLAIN_COPIES = 3
+"""Of the weights: themselves, gradients, momentum."""
+REPLICA_COPIES = 5
+"""With what an exchange keeps and sends."""
+SERVER_COPIES = 6
+"""Weights, momentum and sum, and what arrives from two replicas."""
+PROCESS_BYTES = 300_000_000
 CEILING, NULL, ALONE = "none", "none again", "alone"
 HEAD = (
     "| side | steps/s | share of the ceiling | quartiles | goal | over one worker | staleness "
@@ -62,6 +70,7 @@ def main() -> None:
     """Start the ranks, or be one."""
     args = _arguments()
     if not is_rank():
+        require(_memory(args), "Give a smaller --at-once or fewer sides by --only.")
         start_ranks("benchmarks.exchange_speed.bench", sys.argv[1:], args.link)
         return
     rank = become_rank()
@@ -109,6 +118,17 @@ def _chosen(args: argparse.Namespace) -> tuple[dict[str, Side], list[str]]:
     elif args.slow > 1:
         sides, left_out = without_waiting(sides)
     return (with_before(sides) if args.before else dict(sides)), left_out
+
+
+def _memory(args: argparse.Namespace) -> int:
+    """About what all processes take together, with the ceiling's and the lone worker's networks."""
+    sides = len(_chosen(args)[0])
+    at_once = min(args.at_once or sides, sides)
+    shape, _, classes, _ = SIZES[args.model]
+    with torch.device("meta"):
+        weights = shoal.zoo.build(args.model, input=shape, classes=classes).parameters()
+    copies = at_once * (2 * REPLICA_COPIES + SERVER_COPIES) + 2 * 2 * PLAIN_COPIES
+    return PROCESS_BYTES * (2 + at_once) + copies * sum(weight.nbytes for weight in weights)
 
 
 @dataclass(frozen=True)
