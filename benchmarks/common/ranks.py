@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ def become_rank() -> int:
 def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int = 2, seconds: float = 3600) -> None:
     """Run `python -m module arguments` on every rank; `link` is "loopback", or the speed between two hosts: "1gbit"."""
     go_first()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts and ranks are removed
     places: AbstractContextManager[list[Host]]
     places = nullcontext(loopback(ranks)) if link == "loopback" else two_hosts(link)
     with places as hosts:
