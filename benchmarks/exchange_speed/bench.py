@@ -192,6 +192,7 @@ class Bench:
         package: Any = self._before if side.before else shoal
         trained, steps = self._trained(), side.whole_periods(self._steps)
         exchange = package.exchange(trained.model, trained.optimizer, side.exchange, **side.options)
+        exchange.take_tally()  # the first weights are no step's
         both = self._both(trained, exchange.step, steps, free=not side.waits_for_all)
 
         def turn() -> None:

@@ -143,6 +143,7 @@ def _entrants(model: str, sides: Mapping[str, Side]) -> dict[str, Entrant]:
 
 def _exchanging(trained: Trained, side: Side, steps: int) -> Entrant:
     exchange = shoal.exchange(trained.model, trained.optimizer, side.exchange, **side.options)
+    exchange.take_tally()  # the first weights are no step's
 
     def turn() -> None:
         trained.steps(steps, exchange.step)
