@@ -40,3 +40,19 @@ def wait_until_sent(exchange: Any) -> None:
     outbox = getattr(exchange._exchange, "_outbox", None)
     while outbox is not None and outbox.busy:
         time.sleep(POLL_SECONDS)
+
+
+def turn_of(work: Callable[[], object], exchange: Any) -> Callable[[], None]:
+    """A turn of an exchange: the work, until nothing of it is on its way.
+
+    What the first turn counted is forgotten: the weights that all begin with are no step's.
+    """
+    first = iter([True])
+
+    def turn() -> None:
+        work()
+        wait_until_sent(exchange)
+        if next(first, False):
+            exchange.take_tally()
+
+    return turn

@@ -32,7 +32,7 @@ import shoal
 from benchmarks.common.before import import_before
 from benchmarks.common.memory import require
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
-from benchmarks.common.trained import Trained, wait_until_sent
+from benchmarks.common.trained import Trained, turn_of
 from benchmarks.common.turns import Measured, Step, take_turns
 from benchmarks.exchange_speed.sides import (
     BETWEEN_HOSTS,
@@ -192,14 +192,8 @@ class Bench:
         package: Any = self._before if side.before else shoal
         trained, steps = self._trained(), side.whole_periods(self._steps)
         exchange = package.exchange(trained.model, trained.optimizer, side.exchange, **side.options)
-        exchange.take_tally()  # the first weights are no step's
         both = self._both(trained, exchange.step, steps, free=not side.waits_for_all)
-
-        def turn() -> None:
-            both()
-            wait_until_sent(exchange)
-
-        return Entrant(turn, steps, side, exchange)
+        return Entrant(turn_of(both, exchange), steps, side, exchange)
 
     def _trained(self) -> Trained:
         torch.manual_seed(0)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from benchmarks.common.memory import require
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
-from benchmarks.common.trained import Trained, wait_until_sent
+from benchmarks.common.trained import Trained, turn_of
 from benchmarks.common.turns import Measured, Step, take_turns
 from benchmarks.slow_link.sides import DDP, SIDES, Side, chosen, link_seconds, weight_bytes
 
@@ -143,13 +143,7 @@ def _entrants(model: str, sides: Mapping[str, Side]) -> dict[str, Entrant]:
 
 def _exchanging(trained: Trained, side: Side, steps: int) -> Entrant:
     exchange = shoal.exchange(trained.model, trained.optimizer, side.exchange, **side.options)
-    exchange.take_tally()  # the first weights are no step's
-
-    def turn() -> None:
-        trained.steps(steps, exchange.step)
-        wait_until_sent(exchange)
-
-    return Entrant(turn, steps, exchange)
+    return Entrant(turn_of(lambda: trained.steps(steps, exchange.step), exchange), steps, exchange)
 
 
 def _line(name: str, entrants: Mapping[str, Entrant], measured: Measured, size: Size, weights: int) -> str:
