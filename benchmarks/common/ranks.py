@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.hosts import Host, loopback, two_hosts
+from benchmarks.common.memory import go_first
 from shoal.machine import HUGE_PAGES
 
 
@@ -29,6 +31,8 @@ def become_rank() -> int:
 
 def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int = 2, seconds: float = 3600) -> None:
     """Run `python -m module arguments` on every rank; `link` is "loopback", or the speed between two hosts: "1gbit"."""
+    go_first()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts and ranks are removed
     places: AbstractContextManager[list[Host]]
     places = nullcontext(loopback(ranks)) if link == "loopback" else two_hosts(link)
     with places as hosts:
@@ -49,9 +53,9 @@ def start_ranks(module: str, arguments: Sequence[str], link: str, *, ranks: int 
                 }
                 command = [*host.prefix, sys.executable, "-m", module, *arguments]
                 started.append(subprocess.Popen(command, env=environment))
-            for process in started:
-                if process.wait(seconds):
-                    sys.exit(1)
+            for rank, process in enumerate(started):
+                if code := process.wait(seconds):
+                    sys.exit(f"rank {rank} ended with {code}{' (killed: out of memory?)' if code == -9 else ''}")
         finally:
             for process in started:
                 if process.poll() is None:

@@ -1,0 +1,58 @@
+"""A network in training on one batch of random numbers: what every side of a comparison of exchanges is made of."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+POLL_SECONDS = 0.002
+
+
+class Trained:
+    """A network, its optimizer, and its gradients on one batch."""
+
+    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, *, slow: float = 1.0) -> None:
+        self.model, self.x, self.y = model, x, y
+        self.slow = slow
+        """Times as long as its gradients need."""
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
+
+    def gradients(self) -> None:
+        """Forward and backward."""
+        begun = time.perf_counter()
+        self.optimizer.zero_grad()
+        torch.autograd.backward(F.cross_entropy(self.model(self.x), self.y))
+        if self.slow > 1:
+            time.sleep((self.slow - 1) * (time.perf_counter() - begun))
+
+    def steps(self, count: int, step: Callable[[], object]) -> None:
+        """So many gradients, each followed by `step`."""
+        for _ in range(count):
+            self.gradients()
+            step()
+
+
+def wait_until_sent(exchange: Any) -> None:
+    """Until what `gossip` sends beside the training has arrived, so that it is in its own turn and in no other."""
+    outbox = getattr(exchange._exchange, "_outbox", None)
+    while outbox is not None and outbox.busy:
+        time.sleep(POLL_SECONDS)
+
+
+def turn_of(work: Callable[[], object], exchange: Any) -> Callable[[], None]:
+    """A turn of an exchange: the work, until nothing of it is on its way.
+
+    What the first turn counted is forgotten: the weights that all begin with are no step's.
+    """
+    first = iter([True])
+
+    def turn() -> None:
+        work()
+        wait_until_sent(exchange)
+        if next(first, False):
+            exchange.take_tally()
+
+    return turn
