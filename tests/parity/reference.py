@@ -6,7 +6,7 @@ device computes, and compares its own part of the parallel run with it. The byte
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ STEPS = 3
 Build = Callable[..., nn.Module]
 
 
-@cache
+@lru_cache(maxsize=2)  # large networks: two and their references are a gigabyte
 def subject(
     build: Build, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], classes: int, rate: float
 ) -> tuple[Captured, OneDevice]:
