@@ -630,8 +630,12 @@ def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     return str(epochs)
 
 
-def test_a_stopped_allreduce_goes_on_as_if_it_had_never_stopped(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    options = [*mine, "--replicas", "2", "--exchange", "allreduce", "--schedule", "constant"]
+@pytest.mark.parametrize("chosen", [["allreduce", "compress=none"], ["allreduce", "compress=sign"]], ids="-".join)
+def test_what_is_in_step_goes_on_as_if_it_had_never_stopped(
+    shoal: Shoal, mine: list[str], tmp_path: Path, chosen: list[str]
+) -> None:
+    name, told = chosen
+    options = [*mine, "--replicas", "2", "--exchange", name, "--exchange-options", told, "--schedule", "constant"]
     run = begin(tmp_path, "shoal", "train", *options, *LONG, "--out", "run")
     out = tmp_path / "run"
     try:

@@ -1,6 +1,6 @@
 """Compression between real ranks, replicas and servers: the same bits everywhere, the bytes that were predicted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from shoal.exchanges import parse_exchange
-from shoal.exchanging.allreduce import Allreduce
 from shoal.exchanging.compression import make_codec
 from shoal.exchanging.compression.codecs import CodecName
 from shoal.exchanging.downpour import Downpour
@@ -131,40 +130,90 @@ def side_by_side(replicas: int, steps: int, kind: torch.dtype) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_what_was_not_sent_can_be_saved_and_goes_on() -> None:
-    """A second pair of replicas that loads weights, momentum and residuals does the steps of the first."""
+IN_STEP: list[tuple[str, int, dict[str, Any]]] = [
+    ("allreduce", 0, {"bucket_bytes": 5000}),
+    ("sync", 2, {}),
+]
+ALONE: list[tuple[str, int, dict[str, Any]]] = [
+    ("downpour", 2, {"compress": "sign"}),
+    ("downpour", 1, {"compress": "topk", "n_sync": 3}),
+    ("downpour", 1, {"compress": "int8", "n_sync": 3, "rule": "sgd"}),
+    ("dasgd", 2, {"density": 0.05}),
+    ("dasgd", 0, {"density": 0.05, "n_sync": 1}),
+    ("dasgd", 1, {"density": 0.05, "n_sync": 1, "momentum_at": "server", "sparse": "topk"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "servers", "options"),
+    [(name, 2, servers, {"compress": "sign", **options}) for name, servers, options in IN_STEP]
+    + [(name, 1, servers, options) for name, servers, options in ALONE],
+)
+def test_what_was_not_sent_is_saved_and_goes_on_to_the_bit(
+    name: str, replicas: int, servers: int, options: dict[str, Any]
+) -> None:
+    """Other replicas that load weights, momentum and what was kept back do the steps of the first; without the last
+    they do not."""
     saved: dict[int, Any] = {}
-    with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
 
-        def train(number: int) -> torch.Tensor:
-            replica = side(number)
-            for step in range(6):
-                if step == 3:
-                    exchange = replica.exchange
-                    assert isinstance(exchange, Allreduce)
-                    assert exchange.averager is not None
-                    left = [tensor.clone() for tensor in exchange.averager.state()]
-                    assert [tensor.numel() for tensor in left] == [p.numel() for p in replica.model.parameters()]
-                    model = {key: value.clone() for key, value in replica.model.state_dict().items()}
-                    saved[number] = (left, {"model": model, "optimizer": _copied(replica.optimizer)})
-                replica.step(*batch(2 * step + number))
-            return replica.weights()
+    def steps(replica: Side, numbers: range) -> None:
+        for step in numbers:
+            replica.step(*batch(replicas * step + replica.number))
 
-        expected = at_once([partial(train, number) for number in range(2)])
-    for with_residual in (True, False):
-        with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
+    def train(side: Any, number: int) -> torch.Tensor:
+        replica = side(number)
+        steps(replica, range(9))
+        saved[number] = saved_of(replica)
+        steps(replica, range(9, 15))
+        replica.exchange.settle()
+        return replica.weights()
 
-            def resume(number: int, side: Any = side, with_residual: bool = with_residual) -> torch.Tensor:
-                left, loaded = saved[number]
-                replica = side(number, loaded=loaded)
-                if with_residual:
-                    replica.exchange.averager.load_state(left)
-                for step in range(3, 6):
-                    replica.step(*batch(2 * step + number))
-                return replica.weights()  # type: ignore[no-any-return]
+    def resume(side: Any, number: int, *, with_own: bool) -> torch.Tensor:
+        common, own = saved[number]
+        replica = side(number, loaded=common)
+        replica.exchange.put_own_state(own if with_own else {})
+        steps(replica, range(9, 15))
+        replica.exchange.settle()
+        return replica.weights()
 
-            resumed = at_once([partial(resume, number) for number in range(2)])
-        assert torch.equal(resumed[0], expected[0]) == with_residual
+    def all_of(work: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with meeting(name, replicas, servers=servers, **options) as (side, _):
+            return at_once([partial(work, side, number) for number in range(replicas)])
+
+    expected = all_of(train)
+    assert any(value.any() for _, own in saved.values() for key, value in own.items() if key.startswith("residual/"))
+    assert torch.equal(all_of(partial(resume, with_own=True))[0], expected[0])
+    assert not torch.equal(all_of(partial(resume, with_own=False))[0], expected[0])
+
+
+def saved_of(replica: Side) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As a checkpoint has it: what the replica hands in, then the common weights."""
+    replica.exchange.flush()
+    own = {key: value.clone() for key, value in replica.exchange.own_state().items()}
+    with replica.exchange.showing():
+        model = {key: value.clone() for key, value in replica.model.state_dict().items()}
+        return {"model": model, "optimizer": _copied(replica.optimizer)}, own
+
+
+def test_what_was_kept_back_fits_other_servers_and_no_other_network() -> None:
+    with meeting("downpour", 1, servers=3, compress="sign") as (side, _):
+        replica = side(0)
+        replica.step(*batch(0))
+        own = {key: value.clone() for key, value in replica.exchange.own_state().items()}
+        assert set(own) == {f"residual/{name}" for name, _ in replica.model.named_parameters()}
+    with meeting("downpour", 1, servers=1, compress="int8") as (side, _):
+        replica = side(0)
+        replica.exchange.put_own_state(own)
+        assert all(torch.equal(value, own[key]) for key, value in replica.exchange.own_state().items())
+        shorter = {key: value[1:] for key, value in own.items()}
+        with pytest.raises(ValueError, match="is not of 63 elements"):
+            replica.exchange.put_own_state(shorter)
+        with pytest.raises(ValueError, match="was not sent yet of"):
+            replica.exchange.put_own_state(dict(list(own.items())[:1]))
+    with meeting("downpour", 1, servers=1) as (side, _):
+        plain = side(0)
+        plain.exchange.put_own_state(own)
+        assert not plain.exchange.own_state(), "who keeps nothing back forgets what was kept"
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class Compressing(Kind):
         return self
 
     @property
+    def hands_in(self) -> bool:
+        """What was not sent yet is each replica's own."""
+        return super().hands_in or self.compress != "none"
+
+    @property
     def codec(self) -> Codec | None:
         """None where nothing is compressed."""
         return None if self.compress == "none" else make_codec(self.compress, self.density or DENSITY)

@@ -440,6 +440,13 @@ class ShardClient(Protocol):
         """Copies of weights and state, of one moment."""
         ...
 
+    def kept_back(self) -> list[Tensor]:
+        """What compression has not sent yet of each tensor, as it is kept: writing to it changes what is sent next.
+
+        None where nothing is compressed.
+        """
+        ...
+
     @property
     def traffic(self) -> tuple[int, int]:
         """Payload bytes sent and received so far."""
@@ -477,6 +484,9 @@ class LocalShard:
 
     def snapshot(self) -> Snapshot:
         return self._shard.snapshot()
+
+    def kept_back(self) -> list[Tensor]:
+        return []
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -553,6 +563,12 @@ class RemoteShard:
         copies = [[torch.empty_like(tensor, device="cpu") for tensor in self._like] for _ in range(1 + self._states)]
         answer = self._link.receive([tensor for copy in copies for tensor in copy])
         return Snapshot(int(answer.head["version"]), copies[0], copies[1:])
+
+    def kept_back(self) -> list[Tensor]:
+        kept: dict[int, Tensor] = {}
+        for residual, numbers in zip(self.residuals, self._together if self.residuals else (), strict=True):
+            kept |= dict(zip(numbers, residual.state(), strict=True))
+        return [kept[number] for number in sorted(kept)]
 
     @property
     def traffic(self) -> tuple[int, int]:
