@@ -101,8 +101,10 @@ class ExchangeOptions(BaseModel):
 
     @property
     def hands_in(self) -> bool:
-        """Whether a replica has something that nobody else has, such as weights of its own or what it has not sent yet:
-        then a checkpoint has a slot for each."""
+        """Whether a replica has something that nobody else has: weights of its own, or what it has not sent yet.
+
+        A checkpoint has a slot for each then.
+        """
         return self.keeps_own
 
     def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002

@@ -15,7 +15,6 @@ from shoal.exchanges import ExchangeOptions
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 
-
 RESIDUAL = "residual/"
 """Before a weight's name: the key in `own_state` of what was not sent of its gradients or changes yet."""
 

@@ -206,6 +206,7 @@ class Dasgd(Downpour):
         return self._local or bool(self._own_momentum)
 
     def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with it, and with a momentum of its own."""
         super().put_own_state(state)
         self._momenta = []  # they are the optimizer's, which has others now
 

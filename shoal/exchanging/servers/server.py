@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.errors import PeerError
 from shoal.exchanging.compression.codecs import DENSITY, Codec, CodecName, make_codec
+from shoal.exchanging.compression.packing import Packer
 from shoal.exchanging.compression.residual import Residual, of_one_kind
 from shoal.exchanging.servers.consensus import Consensus
 from shoal.exchanging.servers.rounds import Rounds
@@ -370,22 +371,13 @@ class _Desk:
     def _decoded(self, codec: Codec) -> list[Tensor]:
         """The gradients of a compressed push: tensors of one type are one payload."""
         weights = self._held.shard.weights
-        together = of_one_kind([weight.dtype for weight in weights])
-        sizes = [[weights[number].numel() for number in numbers] for numbers in together]
-        kinds = [weights[numbers[0]].dtype for numbers in together]
-        payloads = [
-            torch.empty(codec.nbytes(sum(each), kind), dtype=torch.uint8)
-            for each, kind in zip(sizes, kinds, strict=True)
-        ]
+        packer = Packer(codec, [weight.numel() for weight in weights], [weight.dtype for weight in weights])
+        payloads = packer.empty(whole=False)
         self._link.receive_into(payloads)
-        gradients: dict[int, Tensor] = {}
-        for numbers, each, kind, payload in zip(together, sizes, kinds, payloads, strict=True):
-            try:
-                flat = codec.decode(payload, sum(each), kind)
-            except ValueError as error:
-                raise fields.refused(f"a compressed push cannot be read: {error}.") from error
-            gradients |= dict(zip(numbers, flat.split_with_sizes(each), strict=True))
-        return [gradients[number] for number in range(len(weights))]
+        try:
+            return packer.tensors(packer.unpacked(payloads, whole=False))
+        except ValueError as error:
+            raise fields.refused(f"a compressed push cannot be read: {error}.") from error
 
 
 def _outside(push: Sparse) -> bool:
