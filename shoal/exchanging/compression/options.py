@@ -18,7 +18,7 @@ class Compressing(Kind):
     """An exchange whose replicas may send less than they have; error feedback sends the rest later."""
 
     compress: Literal["none", "bf16", "int8", "topk", "sign"] = "none"
-    """How gradients, or changes, are made smaller before they are sent: bf16 (half), int8 (a quarter), topk (the
+    """How gradients, changes or weights are made smaller before they are sent: bf16 (half), int8 (a quarter), topk (the
     largest `density` of them), sign (one bit each). What is lost is added to the next ones."""
     density: float | None = Field(default=None, gt=0, le=1)
     """Share of the elements that compress=topk sends. Unless given 0.01."""
