@@ -74,8 +74,7 @@ class ExchangeOptions(BaseModel):
     asynchronous: ClassVar[bool] = False
     """Whether the common weights go on while a replica waits, so that a gradient of those it has would be stale."""
     keeps_own: ClassVar[bool] = False
-    """Whether replicas go on with weights of their own, which are not the common ones. A checkpoint has a slot for
-    each."""
+    """Whether replicas go on with weights of their own, which are not the common ones."""
     counts_received: ClassVar[bool] = False
     """Whether what replicas receive counts as sent between them: servers are no replicas."""
 
@@ -99,6 +98,14 @@ class ExchangeOptions(BaseModel):
     def lone_batches(self) -> int:
         """Batches that one replica trains on alone before the others begin."""
         return 0
+
+    @property
+    def hands_in(self) -> bool:
+        """Whether a replica has something that nobody else has: weights of its own, or what it has not sent yet.
+
+        A checkpoint has a slot for each then.
+        """
+        return self.keeps_own
 
     def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
         """What crosses between a replica and others in one step, of so many bytes of weights.

@@ -118,6 +118,13 @@ class Allreduce(Exchange):
     def settle(self) -> None:
         """Replicas are equal after every step."""
 
+    def _kept_back(self) -> list[Tensor]:
+        return [] if self.averager is None else self.averager.state()
+
+    def _put_back(self, left: Sequence[Tensor]) -> None:
+        if self.averager is not None:
+            self.averager.load_state(left)
+
     def rest(self) -> None:
         """Takes part in the others' next all-reduce with zeros and a mark that this replica takes no step.
 

@@ -15,6 +15,9 @@ from shoal.exchanges import ExchangeOptions
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 
+RESIDUAL = "residual/"
+"""Before a weight's name: the key in `own_state` of what was not sent of its gradients or changes yet."""
+
 
 class Kind(ExchangeOptions):
     """A kind of exchange: the `Options` of its file. Adding one means adding a file with such a class."""
@@ -118,11 +121,33 @@ class Exchange(ABC):
         self.settle()
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this replica needs to go on beside the common weights; saved in its slot of a checkpoint."""
-        return {}
+        """What this replica needs to go on beside the common weights; saved in its slot of a checkpoint.
 
-    def put_own_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  (a hook, as `close` is)
-        """Go on with what `own_state` gave; after `begin`."""
+        Here what it has not sent yet. No tensor of it changes with the next step, unless it is the network's own.
+        """
+        left = self._kept_back()
+        return {RESIDUAL + name: kept for name, kept in zip(self.replica.names, left, strict=True)} if left else {}
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `own_state` gave; after `begin`. A `ValueError` where it is of other weights.
+
+        What was kept back by an exchange that was told to is forgotten by one that keeps nothing, and one that keeps
+        something begins with nothing where nothing was kept.
+        """
+        if not any(key.startswith(RESIDUAL) for key in state):
+            return
+        for name, size in self.replica.sizes.items():
+            left = state.get(RESIDUAL + name)
+            if left is None or left.numel() != size:
+                raise ValueError(f"what was not sent yet of {name} is not of {size} elements")
+        self._put_back([state[RESIDUAL + name].view(-1) for name in self.replica.names])
+
+    def _kept_back(self) -> list[Tensor]:
+        """Copies of what was not sent yet of each tensor that this rank speaks for; none where nothing is kept."""
+        return []
+
+    def _put_back(self, left: Sequence[Tensor]) -> None:  # noqa: B027  (a hook, as `close` is)
+        """Go on with what `_kept_back` gave."""
 
     def hand_over(self) -> bool | None:
         """Before this replica leaves for good: `flush`, and give away whatever would be lost with it."""
@@ -187,12 +212,13 @@ class OwnWeights(Exchange):
         """Nothing to do: what the others did arrives with the next fetch."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """Weights, and what the optimizer remembers."""
-        return self.replica.state()
+        """Weights, and what the optimizer remembers; beside what was not sent yet, where such is kept."""
+        return {**super().own_state(), **self.replica.state()}
 
     def put_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on with them."""
-        self.replica.put_state(state)
+        super().put_own_state(state)
+        self.replica.put_state({key: value for key, value in state.items() if not key.startswith(RESIDUAL)})
 
 
 def distance(own: Sequence[Tensor], common: Sequence[Tensor]) -> float:

@@ -99,6 +99,11 @@ class Options(Served):
             )
         return self
 
+    @property
+    def hands_in(self) -> bool:
+        """What was not pushed yet, and a momentum of its own."""
+        return (self.sparse != "none" and self.residual) or self.momentum_at == "worker"
+
     def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:
         """What is selected depends on the values."""
         if in_memory or self.sparse == "none":
@@ -195,6 +200,20 @@ class Dasgd(Downpour):
         torch._foreach_add_(self._momenta, gradients)
         # Servers may change what they get; what is selected from it is a copy already.
         return self._momenta if self._remainders is not None else [momentum.clone() for momentum in self._momenta]
+
+    @property
+    def _remembers(self) -> bool:
+        return self._local or bool(self._own_momentum)
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with it, and with a momentum of its own."""
+        super().put_own_state(state)
+        self._momenta = []  # they are the optimizer's, which has others now
+
+    def _kept_in_shards(self) -> list[list[Tensor]]:
+        if self._remainders is None:
+            return super()._kept_in_shards()
+        return [remainder.left for remainder in self._remainders]
 
     def _gives_weights(self, number: int) -> bool:
         return self._remainders is None and super()._gives_weights(number)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 from shoal.exchanges import Holding, Rates
-from shoal.exchanging.base import Exchange, distance
+from shoal.exchanging.base import RESIDUAL, Exchange, distance
 from shoal.exchanging.compression.options import Compressing
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica, taken_over
@@ -402,6 +402,39 @@ class Downpour(Exchange):
                 self._versions[number] = taken.version
         self.replica.tell_weights()
         copy_all(self._mark, self.replica.weights if self._mark else ())
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What was not pushed yet; and what an optimizer remembers that is this replica's own."""
+        remembered = self.replica.optimizer_state() if self._remembers else {}
+        own = {key: value for key, value in remembered.items() if key.partition("/")[0] != self._server_state}
+        return {**super().own_state(), **own}
+
+    def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        super().put_own_state(state)
+        if self._remembers:
+            self.replica.put_optimizer_state(
+                {key: value for key, value in state.items() if not key.startswith(RESIDUAL)}
+            )
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether momentum, or what else an optimizer remembers, is this replica's own, and not the servers'."""
+        return self._local
+
+    def _kept_in_shards(self) -> list[list[Tensor]]:
+        """What was not pushed to each shard yet, of each of its slices, as it is kept; of all or of none."""
+        return [shard.kept_back() for shard in self._shards]
+
+    def _kept_back(self) -> list[Tensor]:
+        kept: dict[str, list[Tensor]] = {}
+        for slices, parts in zip(self._slices, self._kept_in_shards(), strict=True):
+            for piece, part in zip(slices, parts, strict=False):  # a shard keeps parts of all its slices, or none
+                kept.setdefault(piece.name, []).append(part)
+        return [torch.cat(kept[name]) for name in self.replica.names if name in kept]
+
+    def _put_back(self, left: Sequence[Tensor]) -> None:
+        for into, given in zip(self._kept_in_shards(), self._cut(left), strict=True):
+            copy_all(into, given if into else ())
 
     def interrupt(self) -> None:
         """Whoever waits for a server's answer gets a `LinkLost`. Nothing waits in shared memory."""

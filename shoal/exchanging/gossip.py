@@ -3,15 +3,23 @@
 Keeps       mode=push (GoSGD, Blot et al. 2016): every replica has a share, and all shares, those on their way
             included, add up to one; the mean of weights by shares moves by gradients alone, whatever the order in
             which messages arrive. mode=pair: two replicas meet in the middle, and the plain mean stays. That mean is
-            tested and saved. One replica is plain SGD, bit for bit.
+            tested and saved. One replica is plain SGD, bit for bit. All of this also with `compress`, to rounding.
 Gives up    replicas differ from each other (measured as `spread` when their mean is taken).
 Costs       per step and replica `probability` copies of the weights, sent beside the training; two or three more
             copies of the weights in each replica (what is sent, what arrived). A test asks every replica for its
-            weights.
+            weights. With `compress` messages are smaller. mode=push, bf16 or int8: no more memory; a step that sends
+            takes as long as compressing. mode=pair: beside the training, and a copy of the weights more for every
+            other replica that this one ever met, three until it met that one twice; the first message of a pair is
+            whole.
 Failure     a replica that dies or freezes is missed by nobody. What was on its way to it goes back to the sender; its
             own share is lost with it, as is what it did since it last spoke, though its batches count: shares are
             compared with each other only, so that nothing else changes. One that comes late is given half of
-            another's share; one that leaves gives its own away.
+            another's share; one that leaves gives its own away. In a pair an answer may be lost though both live:
+            then one of them has moved and the other has not. With `compress` it takes that back when they next speak.
+
+Compressed, a push sends q, which is nearly the weights x, and keeps x + (x - q): with half of the share each, nothing
+is lost. So what is left out must be small beside the weights, and topk and sign are for pairs alone, where what is
+compressed is the difference from what both know (`compression/meeting.py`).
 """
 
 import random
@@ -21,11 +29,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from shoal.errors import PeerError
-from shoal.exchanging.base import Kind, OwnWeights, distance
+from shoal.errors import ConfigError, PeerError
+from shoal.exchanging.base import OwnWeights, distance
+from shoal.exchanging.compression.codecs import Codec
+from shoal.exchanging.compression.meeting import Meetings, Refusal, Said
+from shoal.exchanging.compression.options import Compressing
+from shoal.exchanging.compression.packing import Packer
 from shoal.exchanging.membership.peers import Peers
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
@@ -40,7 +52,7 @@ FIND_SECONDS = 30.0
 """Time that a replica that joins late has to find another."""
 
 
-class Options(Kind):
+class Options(Compressing):
     """Replicas send their weights to one another, drawn at random, and mix what they get (GoSGD, Blot et al. 2016)."""
 
     name = "gossip"
@@ -52,6 +64,15 @@ class Options(Kind):
     """Send after every so many steps, in the place of `probability`."""
     mode: Literal["push", "pair"] = "push"
     """push: the receiver mixes by shares. pair: both take the mean of the two."""
+
+    @model_validator(mode="after")
+    def _check_compression(self) -> "Options":
+        if self.compress in ("topk", "sign") and self.mode == "push":
+            raise ConfigError(
+                f"compress = {self.compress!r} with mode = 'push' would leave out most of the weights that it sends.",
+                f"Give mode=pair with compress={self.compress}, or compress=int8 with mode=push.",
+            )
+        return self
 
     def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
         """It is drawn; nothing where there is nobody to send to."""
@@ -67,6 +88,7 @@ class Options(Kind):
             probability=self.probability,
             period=self.period,
             pairs=self.mode == "pair",
+            codec=self.codec,
         )
 
 
@@ -88,6 +110,7 @@ class Gossip(OwnWeights):
         probability: float = 0.0,
         period: int | None = None,
         pairs: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__(replica)
         self._peers, self._draws = peers, draws
@@ -104,7 +127,15 @@ class Gossip(OwnWeights):
         """This replica's own weights while the network shows the mean; else empty."""
         self._arriving = threading.Lock()
         self._arrival = [torch.empty_like(weight) for weight in self._inbox]
-        self._outbox = _Outbox(self._deliver)
+        self._packer: Packer | None = None
+        """Where messages are compressed."""
+        if codec is not None:
+            self._packer = Packer(codec, [w.numel() for w in replica.weights], [w.dtype for w in replica.weights])
+        self._meeting = threading.Lock()
+        """Guards `_meetings`. Taken before `_mixing`, where both are."""
+        self._meetings: dict[int, Meetings] = {}
+        """With compressed pairs: what was said with each other replica."""
+        self._outbox = _Outbox(self._deliver_in_pair if pairs and codec is not None else self._deliver)
         self._traffic = (0, 0)
 
     def begin(self, *, first: bool) -> None:
@@ -130,10 +161,10 @@ class Gossip(OwnWeights):
         with self._mixing:
             self._kept = []
             self._own_step(rate)
-            mixed = self._mix()
-        self._tell_ranks(mixed)
+            changed = self._mix()
         if self._speaks_now():
-            self._speak()
+            changed = self._speak() or changed
+        self._tell_ranks(changed)
         self._count_traffic()
         return True
 
@@ -142,26 +173,48 @@ class Gossip(OwnWeights):
             return self._count % self._period == 0
         return self._draws.random() < self._probability
 
-    def _tell_ranks(self, mixed: bool) -> None:
-        """Give what this rank mixed in to the replica's other ranks that hold the same shards."""
+    def _tell_ranks(self, changed: bool) -> None:
+        """Give the weights that this rank changed to the replica's other ranks that hold the same shards."""
         transport = self.replica.transport
-        if transport.world > 1 and any(row[0] for row in transport.gather_numbers([mixed])):
+        if transport.world > 1 and any(row[0] for row in transport.gather_numbers([changed])):
             self.replica.tell_weights()
 
-    def _speak(self) -> None:
-        """Send weights to a peer drawn at random, unless the last message is still on its way."""
+    def _speak(self) -> bool:
+        """Send weights to a peer drawn at random, unless the last message is still on its way.
+
+        Whether that changed this replica's own weights.
+        """
         peers = self._peers.there()
         if not peers or not self.replica.names or self._outbox.busy:
-            return
-        with self._mixing:
-            if not self._pairs:
-                self.share /= 2
-            sent = on_host([weight.clone() for weight in self.replica.weights])
-            message = self._draws.choice(peers), sent, self.share
+            return False
+        peer = self._draws.choice(peers)
         self.tally.updates += 1
-        self._outbox.put(message)
+        if self._pairs and self._packer is not None:
+            self._outbox.put((peer,))
+            return False
+        with self._mixing:
+            message = self._taken_to_send()
+        self._outbox.put((peer, *message))
+        return self._packer is not None
 
-    def _deliver(self, peer: int, sent: list[Tensor], share: float) -> None:
+    def _taken_to_send(self) -> tuple[list[Tensor], float, list[Tensor] | None]:
+        """Weights to send, half of this replica's share, and how they travel, if compressed.
+
+        What compression leaves out stays here: the mean by shares of what is sent and what is kept does not change.
+        """
+        if not self._pairs:
+            self.share /= 2
+        weights = self.replica.weights
+        own = on_host([weight.clone() for weight in weights])
+        if self._packer is None:
+            return own, self.share, None
+        payloads = self._packer.packed(self._packer.flats(own), whole=False)
+        sent = self._packer.tensors(self._packer.unpacked(payloads, whole=False))
+        for weight, whole, arrives in zip(weights, own, sent, strict=True):
+            weight.add_((whole - arrives).to(weight.device))
+        return sent, self.share, payloads
+
+    def _deliver(self, peer: int, sent: list[Tensor], share: float, payloads: list[Tensor] | None) -> None:
         """In the outbox's thread: send to a peer. If that fails, weights and share go to this replica's inbox."""
         try:
             if self._pairs:
@@ -172,12 +225,49 @@ class Gossip(OwnWeights):
                     torch._foreach_add_(self._inbox, theirs, alpha=0.5)
                     self._inbox_share = 1.0
             else:
-                self._peers.ask(peer, {"op": "push", "share": share}, sent)
+                head = {"op": "push", "share": share, "compressed": payloads is not None}
+                self._peers.ask(peer, head, sent if payloads is None else payloads)
         except LinkError:
             self.tally.dropped += 1
             if not self._pairs:
                 with self._mixing:
                     self._put_in_inbox(sent, share)
+
+    def _deliver_in_pair(self, peer: int) -> None:
+        """In the outbox's thread: meet a peer by compressed messages."""
+        with self._meeting:
+            meetings = self._meetings_with(peer)
+            said = meetings.ask(self._flats_now())
+        try:
+            reply = self._peers.ask(peer, _head_of(said), said.buffers)
+            answer = _answered(reply.head, reply.buffers)
+            with self._meeting:
+                self._put_change_in_inbox(meetings.hear(answer))
+            self.tally.dropped += isinstance(answer, Refusal)
+        except (LinkError, ValueError):  # it is gone, or answered nonsense
+            self.tally.dropped += 1
+            with self._meeting:
+                meetings.lose()
+
+    def _meetings_with(self, peer: int) -> Meetings:
+        assert self._packer is not None
+        if peer not in self._meetings:
+            self._meetings[peer] = Meetings(self._packer, self._peers.replica, peer)
+        return self._meetings[peer]
+
+    def _flats_now(self) -> list[Tensor]:
+        """A copy of the weights with what arrived mixed in."""
+        assert self._packer is not None
+        with self._mixing:
+            own, _ = self._weights_now()
+        return self._packer.flats(own)
+
+    def _put_change_in_inbox(self, flats: Sequence[Tensor]) -> None:
+        """Have it added to the weights, if there is a change."""
+        if flats and self._packer is not None:
+            with self._mixing:
+                torch._foreach_add_(self._inbox, self._packer.tensors(flats))
+                self._inbox_share = 1.0
 
     def _put_in_inbox(self, weights: Sequence[Tensor], share: float) -> None:
         """Add weights to those in the inbox: their mean by shares."""
@@ -216,7 +306,7 @@ class Gossip(OwnWeights):
             own = on_host([weight.clone() for weight in self.replica.weights])
         for peer in self._draws.sample(self._peers.there(), len(self._peers.there())):
             with suppress(LinkError):
-                self._peers.ask(peer, {"op": "push", "share": self.share}, own)
+                self._peers.ask(peer, {"op": "push", "share": self.share, "compressed": False}, own)
                 self.share = 0.0
                 return
 
@@ -291,14 +381,21 @@ class Gossip(OwnWeights):
     # What peers say, answered in threads of their own
 
     def _answer(self, link: Link, head: dict[str, Any]) -> None:
-        match fields.text(head, "op", ("push", "pair", "show", "split")):
+        match fields.text(head, "op", ("push", "pair", "meet", "show", "split")):
             case "push":
                 share = fields.number(head, "share")
-                with self._arriving:
-                    link.receive_into(self._arrival)
+                if fields.flag(head, "compressed"):
+                    arrived = self._receive_compressed(link)
                     with self._mixing:
-                        self._put_in_inbox(self._arrival, share)
+                        self._put_in_inbox(arrived, share)
+                else:
+                    with self._arriving:
+                        link.receive_into(self._arrival)
+                        with self._mixing:
+                            self._put_in_inbox(self._arrival, share)
                 link.send({})
+            case "meet":
+                self._meet(link, head)
             case "pair":
                 with self._arriving:
                     link.receive_into(self._arrival)
@@ -322,6 +419,35 @@ class Gossip(OwnWeights):
                         share /= 2
                 link.send({"share": share}, own)
 
+    def _receive_compressed(self, link: Link) -> list[Tensor]:
+        packer = self._agreed_packer()
+        payloads = packer.empty(whole=False)
+        link.receive_into(payloads)
+        try:
+            return packer.tensors(packer.unpacked(payloads, whole=False))
+        except ValueError as error:
+            raise fields.refused(f"compressed weights cannot be read: {error}.") from error
+
+    def _meet(self, link: Link, head: Mapping[str, Any]) -> None:
+        """Answer a peer that would meet this replica in the middle."""
+        peer, buffers = fields.integer(head, "from"), self._agreed_packer().empty(whole=fields.flag(head, "whole"))
+        link.receive_into(buffers)
+        with self._meeting:
+            try:
+                answer, change = self._meetings_with(peer).answer(_said(head, buffers), self._flats_now())
+            except ValueError as error:
+                raise fields.refused(f"compressed weights cannot be read: {error}.") from error
+            self._put_change_in_inbox(change)
+        if isinstance(answer, Refusal):
+            link.send({"refused": True, "whole": answer.whole})
+        else:
+            link.send(_head_of(answer), answer.buffers)
+
+    def _agreed_packer(self) -> Packer:
+        if self._packer is None:
+            raise fields.refused("compressed weights came where whole ones were agreed on.")
+        return self._packer
+
     def _weights_now(self) -> tuple[list[Tensor], float]:
         """A copy of the weights with the inbox mixed in, and its share. Neither the weights nor the inbox change."""
         own = on_host([weight.clone() for weight in self._kept or self.replica.weights])
@@ -334,6 +460,27 @@ class Gossip(OwnWeights):
             for weight, arrived in zip(own, self._inbox, strict=True):
                 weight.lerp_(arrived, self._inbox_share / share)
         return own, share
+
+
+def _head_of(said: Said) -> dict[str, Any]:
+    return {
+        "op": "meet",
+        "from": int(said.name.partition(".")[0]),
+        "name": said.name,
+        "turn": said.turn,
+        "last": said.last,
+        "before": said.before,
+        "whole": said.whole,
+    }
+
+
+def _said(head: Mapping[str, Any], buffers: Sequence[Tensor]) -> Said:
+    name, last, before = (fields.text(head, field) for field in ("name", "last", "before"))
+    return Said(name, fields.integer(head, "turn"), last, before, fields.flag(head, "whole"), buffers)
+
+
+def _answered(head: Mapping[str, Any], buffers: Sequence[Tensor]) -> Said | Refusal:
+    return Refusal(whole=fields.flag(head, "whole")) if head.get("refused") else _said(head, buffers)
 
 
 class _Outbox:

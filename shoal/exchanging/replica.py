@@ -93,13 +93,17 @@ class Replica:
 
     def state(self) -> dict[str, Tensor]:
         """Weights of this rank and what its optimizer remembers of each, by name."""
-        state: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            state[f"weight/{name}"] = parameter.detach()
-            for what, value in self.optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    state[f"{what}/{name}"] = value
-        return state
+        weights = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        return weights | self.optimizer_state()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer of this rank remembers of each weight, by what it is and the weight's name."""
+        return {
+            f"{what}/{name}": value
+            for name, parameter in self.parameters.items()
+            for what, value in self.optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
 
     def put_state(self, state: Mapping[str, Tensor]) -> None:
         """What `state` gave; a `ValueError` where the weights are others, as under another plan."""
@@ -107,12 +111,17 @@ class Replica:
             weight = state.get(f"weight/{name}")
             if weight is None or weight.shape != parameter.shape:
                 raise ValueError(f"there is no weight {name} of shape {tuple(parameter.shape)}")
+        for name, parameter in self.parameters.items():
+            parameter.detach().copy_(state[f"weight/{name}"])
+        self.put_optimizer_state({key: value for key, value in state.items() if not key.startswith("weight/")})
+
+    def put_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """What `optimizer_state` gave; a `ValueError` where it is of weights that are not here."""
         for key, value in state.items():
             what, _, name = key.partition("/")
-            if what == "weight":
-                self.parameters[name].detach().copy_(value)
-            else:
-                self.optimizer.state[self.parameters[name]][what] = value.clone()
+            if name not in self.parameters:
+                raise ValueError(f"there is no weight {name} to which {what} belongs")
+            self.optimizer.state[self.parameters[name]][what] = value.clone()
 
 
 def taken_over(optimizer: torch.optim.Optimizer, way_out: str, *, adagrad: bool = False) -> dict[str, float]:

@@ -187,7 +187,7 @@ class Conductor:
             order = test.order
             if parts != order.save + order.last or (question.evaluation is None) == order.evaluate:
                 raise self._nonsense(replica, "did not send what it was told to test and save")
-        if isinstance(question, HandedIn) and (parts != 1 or not self._options.keeps_own):
+        if isinstance(question, HandedIn) and (parts != 1 or not self._options.hands_in):
             raise self._nonsense(replica, "did not send its own state alone")
 
     def _nonsense(self, replica: int, what: str) -> MessageError:
@@ -275,7 +275,7 @@ class Conductor:
 
     def _wants_own(self, replica: int, order: MakeTest) -> bool:
         """Whether a replica has something of its own to hand in, for the checkpoint that is due."""
-        if not (self._options.keeps_own and order.save) or self._tests.under_way is not None:
+        if not (self._options.hands_in and order.save) or self._tests.under_way is not None:
             return False
         self._own = self._own or OwnStates(self.counted)
         return replica not in self._own.handed_in

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import ConfigError, PeerError, RunError, show_ranks
 from shoal.exchanges import parse_exchange
@@ -270,6 +270,23 @@ class OwnLoop:
             f"replicas {', '.join(said)} are done and have different weights.",
             "Give their optimizers the same settings, and change weights on all of them alike.",
         )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank needs to go on beside network and optimizer: copies, for every rank to save its own.
+
+        What was not sent yet (`compress`, `dasgd`), and momentum or weights that are each replica's own. Waits for
+        nobody. Take it after the `settle` or `finish` that makes the weights which are saved, since those may send some
+        of it; but before where replicas have weights of their own (easgd, admm, gossip, local), which end with it.
+        """
+        return {name: value.detach().clone() for name, value in self._exchange.own_state().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state_dict` gave on the same rank; before the first step. `{}` begins with nothing.
+
+        A `ValueError` where it is of another network, or of one that was laid by another plan.
+        """
+        if state:
+            self._exchange.put_own_state(state)
 
     def take_tally(self) -> Tally:
         """What happened since the last time: updates, staleness, time spent waiting, bytes."""

@@ -80,8 +80,8 @@ def train_replica(
         server = serve_in_threads(seat, number, welcome["servers"]) if welcome["kind"] == "threads" else None
         exchange = join(options, job.network.as_replica(job.optimizer, transport), seat, number)
         exchange.begin(first=not welcome["late"])
-        if resumed is not None and (moment := content.get("own", {}).get(number)) is not None:
-            _put_own_state(RunFolder(resumed.parent).own_state(number, moment), exchange, transport)
+        if resumed is not None and (slot := _slot(resumed, content, config, number, options)) is not None:
+            _put_own_state(slot, exchange, transport)
         if seat.rank == 0 and number == 0:
             seat.ask(question_head(PlanChosen(job.network.plan.to_json())))
         slow = (
@@ -277,9 +277,26 @@ class _Life:
         self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
 
     def _hand_in(self, order: HandIn) -> None:
-        """Send what this replica has of its own, of all its ranks."""
+        """Send what this replica has of its own, of all its ranks; first push what is common and held back."""
+        if not self._options.keeps_own:
+            self._report(self._exchange.flush())
         states = self._transport.gather_objects(_bytes_of_state(self._exchange.own_state()))
         self._tell(HandedIn(order.moment), [_bytes_of_state({"ranks": states})])
+
+
+def _slot(
+    checkpoint_path: Path, content: Mapping[str, Any], config: TrainConfig, number: int, options: ExchangeOptions
+) -> Path | None:
+    """The file of what replica `number` handed in for a checkpoint of this content; None where it begins with nothing.
+
+    What a replica has not sent yet fits the cuts of one plan alone: under another it begins with nothing. A replica
+    cannot do without weights of its own.
+    """
+    moment = content.get("own", {}).get(number)
+    same_cuts = all(content["config"][name] == getattr(config, name) for name in ("plan", "workers"))
+    if moment is None or not (same_cuts or options.keeps_own):
+        return None
+    return RunFolder(checkpoint_path.parent).own_state(number, moment)
 
 
 def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None:
@@ -293,7 +310,7 @@ def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None
             fits = False
     if not all(row[0] for row in transport.gather_numbers([fits])):
         raise CheckpointError(
-            f"the replica's own weights in {str(path)!r} are those of another plan.", "Give the plan as it was."
+            f"what the replica had of its own, in {str(path)!r}, is that of another plan.", "Give the plan as it was."
         )
 
 

@@ -185,6 +185,9 @@ def test_compression_in_shared_memory_is_refused(shoal: Shoal, mine: list[str]) 
         [*GROUPS, "data", "--exchange", "local", "--exchange-options", "period=3"],
         [*GROUPS, "model", "--exchange", "gossip"],
         thorough([*GROUPS, "data", "--exchange", "gossip", "--exchange-options", "period=1"]),
+        [*GROUPS, "data", "--exchange", "gossip", "--exchange-options", "period=1,compress=int8"],
+        ["--replicas", "2", "--exchange", "gossip", "--exchange-options", "mode=pair,compress=topk,density=0.1"],
+        thorough([*GROUPS, "model", "--exchange", "local", "--exchange-options", "compress=sign,period=3"]),
     ],
     ids=lambda options: "-".join(word for word in options if not word.startswith("--")),
 )
@@ -278,6 +281,8 @@ EXCHANGES = [
     ["2", "admm", "delay=4,shards=2"],
     ["2", "gossip"],
     ["2", "local"],
+    thorough(["2", "local", "compress=sign"]),
+    thorough(["2", "gossip", "mode=pair,compress=int8"]),
     thorough(["4", "local", "period=3"]),
     thorough(["4", "gossip", "period=1"]),
 ]
@@ -313,7 +318,7 @@ def test_the_others_go_on_when_a_replica_freezes_and_when_it_is_killed_and_the_r
     assert run.returncode == 130, printed
     assert "replica 1 was lost" in printed[0]
     assert "shoal train --resume run" in printed[1]
-    if not more or name in ("backup", "admm"):  # the others are saved and read alike
+    if not more or name in ("backup", "admm", "local"):  # the others are saved and read alike
         goes_on_after_a_stop(shoal, out, 20)
 
 
@@ -630,8 +635,12 @@ def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     return str(epochs)
 
 
-def test_a_stopped_allreduce_goes_on_as_if_it_had_never_stopped(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
-    options = [*mine, "--replicas", "2", "--exchange", "allreduce", "--schedule", "constant"]
+@pytest.mark.parametrize("chosen", [["allreduce", "compress=none"], ["allreduce", "compress=sign"]], ids="-".join)
+def test_what_is_in_step_goes_on_as_if_it_had_never_stopped(
+    shoal: Shoal, mine: list[str], tmp_path: Path, chosen: list[str]
+) -> None:
+    name, told = chosen
+    options = [*mine, "--replicas", "2", "--exchange", name, "--exchange-options", told, "--schedule", "constant"]
     run = begin(tmp_path, "shoal", "train", *options, *LONG, "--out", "run")
     out = tmp_path / "run"
     try:

@@ -1,6 +1,8 @@
 """Compression between real ranks, replicas and servers: the same bits everywhere, the bytes that were predicted."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -8,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional as F
 
 from shoal.exchanges import parse_exchange
-from shoal.exchanging.allreduce import Allreduce
 from shoal.exchanging.compression import make_codec
 from shoal.exchanging.compression.codecs import CodecName
 from shoal.exchanging.downpour import Downpour
@@ -131,40 +133,90 @@ def side_by_side(replicas: int, steps: int, kind: torch.dtype) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_what_was_not_sent_can_be_saved_and_goes_on() -> None:
-    """A second pair of replicas that loads weights, momentum and residuals does the steps of the first."""
+IN_STEP: list[tuple[str, int, dict[str, Any]]] = [
+    ("allreduce", 0, {"bucket_bytes": 5000}),
+    ("sync", 2, {}),
+]
+ALONE: list[tuple[str, int, dict[str, Any]]] = [
+    ("downpour", 2, {"compress": "sign"}),
+    ("downpour", 1, {"compress": "topk", "n_sync": 3}),
+    ("downpour", 1, {"compress": "int8", "n_sync": 3, "rule": "sgd"}),
+    ("dasgd", 2, {"density": 0.05}),
+    ("dasgd", 0, {"density": 0.05, "n_sync": 1}),
+    ("dasgd", 1, {"density": 0.05, "n_sync": 1, "momentum_at": "server", "sparse": "topk"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "servers", "options"),
+    [(name, 2, servers, {"compress": "sign", **options}) for name, servers, options in IN_STEP]
+    + [(name, 1, servers, options) for name, servers, options in ALONE],
+)
+def test_what_was_not_sent_is_saved_and_goes_on_to_the_bit(
+    name: str, replicas: int, servers: int, options: dict[str, Any]
+) -> None:
+    """Replicas that load weights, momentum and what was kept back do the steps of others; without the last not."""
     saved: dict[int, Any] = {}
-    with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
 
-        def train(number: int) -> torch.Tensor:
-            replica = side(number)
-            for step in range(6):
-                if step == 3:
-                    exchange = replica.exchange
-                    assert isinstance(exchange, Allreduce)
-                    assert exchange.averager is not None
-                    left = [tensor.clone() for tensor in exchange.averager.state()]
-                    assert [tensor.numel() for tensor in left] == [p.numel() for p in replica.model.parameters()]
-                    model = {key: value.clone() for key, value in replica.model.state_dict().items()}
-                    saved[number] = (left, {"model": model, "optimizer": _copied(replica.optimizer)})
-                replica.step(*batch(2 * step + number))
-            return replica.weights()
+    def steps(replica: Side, numbers: range) -> None:
+        for step in numbers:
+            replica.step(*batch(replicas * step + replica.number))
 
-        expected = at_once([partial(train, number) for number in range(2)])
-    for with_residual in (True, False):
-        with meeting("allreduce", 2, compress="sign", bucket_bytes=5000) as (side, _):
+    def train(side: Callable[..., Side], number: int) -> torch.Tensor:
+        replica = side(number)
+        steps(replica, range(9))
+        saved[number] = saved_of(replica)
+        return after(replica)
 
-            def resume(number: int, side: Any = side, with_residual: bool = with_residual) -> torch.Tensor:
-                left, loaded = saved[number]
-                replica = side(number, loaded=loaded)
-                if with_residual:
-                    replica.exchange.averager.load_state(left)
-                for step in range(3, 6):
-                    replica.step(*batch(2 * step + number))
-                return replica.weights()  # type: ignore[no-any-return]
+    def after(replica: Side) -> torch.Tensor:
+        steps(replica, range(9, 15))
+        replica.exchange.settle()
+        return replica.weights()
 
-            resumed = at_once([partial(resume, number) for number in range(2)])
-        assert torch.equal(resumed[0], expected[0]) == with_residual
+    def resume(side: Callable[..., Side], number: int, *, with_own: bool) -> torch.Tensor:
+        common, own = saved[number]
+        replica = side(number, loaded=common)
+        replica.exchange.put_own_state(own if with_own else {})
+        return after(replica)
+
+    def all_of(work: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with meeting(name, replicas, servers=servers, **options) as (side, _):
+            return at_once([partial(work, side, number) for number in range(replicas)])
+
+    expected = all_of(train)
+    assert any(value.any() for _, own in saved.values() for key, value in own.items() if key.startswith("residual/"))
+    assert torch.equal(all_of(partial(resume, with_own=True))[0], expected[0])
+    assert not torch.equal(all_of(partial(resume, with_own=False))[0], expected[0])
+
+
+def saved_of(replica: Side) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As a checkpoint has it: what the replica hands in, then the common weights."""
+    replica.exchange.flush()
+    own = {key: value.clone() for key, value in replica.exchange.own_state().items()}
+    with replica.exchange.showing():
+        model = {key: value.clone() for key, value in replica.model.state_dict().items()}
+        return {"model": model, "optimizer": _copied(replica.optimizer)}, own
+
+
+def test_what_was_kept_back_fits_other_servers_and_no_other_network() -> None:
+    with meeting("downpour", 1, servers=3, compress="sign") as (side, _):
+        replica = side(0)
+        replica.step(*batch(0))
+        own = {key: value.clone() for key, value in replica.exchange.own_state().items()}
+        assert set(own) == {f"residual/{name}" for name, _ in replica.model.named_parameters()}
+    with meeting("downpour", 1, servers=1, compress="int8") as (side, _):
+        replica = side(0)
+        replica.exchange.put_own_state(own)
+        assert all(torch.equal(value, own[key]) for key, value in replica.exchange.own_state().items())
+        shorter = {key: value[1:] for key, value in own.items()}
+        with pytest.raises(ValueError, match="is not of 63 elements"):
+            replica.exchange.put_own_state(shorter)
+        with pytest.raises(ValueError, match="was not sent yet of"):
+            replica.exchange.put_own_state(dict(list(own.items())[:1]))
+    with meeting("downpour", 1, servers=1) as (side, _):
+        plain = side(0)
+        plain.exchange.put_own_state(own)
+        assert not plain.exchange.own_state(), "who keeps nothing back forgets what was kept"
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -250,23 +302,138 @@ def test_a_gradient_that_is_not_finite_reaches_the_servers() -> None:
             assert not replica.weights().isfinite().all(), name
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "sync", "downpour"])
-@pytest.mark.parametrize("name", NAMES)
-def test_compressed_training_learns(exchange: str, name: CodecName) -> None:
+LEARN: list[tuple[str, int, dict[str, Any]]] = [
+    ("allreduce", 0, {}),
+    ("sync", 1, {}),
+    ("downpour", 1, {}),
+    ("local", 1, {"period": 3}),
+    ("local", 1, {"period": 3, "outer_lr": 0.7, "outer_momentum": 0.5}),
+    ("gossip", 0, {"period": 1, "mode": "pair"}),
+    ("gossip", 0, {"period": 4, "mode": "push"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "servers", "more", "name"),
+    [(*one, name) for one in LEARN for name in NAMES if one[2].get("mode") != "push" or name in ("bf16", "int8")],
+)
+def test_compressed_training_learns(exchange: str, servers: int, more: dict[str, Any], name: CodecName) -> None:
     """Eight batches are learnt by heart, at a rate at which plain steps do so too."""
-    options: dict[str, Any] = {"compress": name, **({"density": 0.05} if name == "topk" else {})}
-    with meeting(exchange, 2, servers=0 if exchange == "allreduce" else 1, **options) as (side, _):
+    options: dict[str, Any] = {"compress": name, **more, **({"density": 0.05} if name == "topk" else {})}
+    with meeting(exchange, 2, servers=servers, **options) as (side, _):
+        both = threading.Barrier(2, timeout=60)
 
         def train(number: int) -> tuple[float, float]:
             replica = side(number, momentum=0.0, weight_decay=0.0)
             before = loss(replica)
             for step in range(150):
+                if exchange == "gossip":  # a replica that is ahead gives all of its share away
+                    both.wait()
                 replica.step(*batch(4 * number + step % 4), rate=0.1)
+            both.wait()
             replica.exchange.settle()
             return before, loss(replica)
 
         for before, after in at_once([partial(train, number) for number in range(2)]):
             assert after < 0.4 * before
+
+
+@pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.9}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_local_sgd_sends_and_what_is_left_is_all(name: CodecName, outer: dict[str, Any]) -> None:
+    """Common weights are where the mean of what was sent takes them, by torch's own outer optimizer."""
+    with meeting("local", 2, servers=2, compress=name, period=2, **outer) as (side, _):
+        begun = network(torch.float64)
+        expected = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in begun.parameters()]))
+        momentum = outer.get("outer_momentum", 0.0)
+        nesterov = torch.optim.SGD(
+            [expected], lr=outer.get("outer_lr", 1.0), momentum=momentum, nesterov=bool(momentum)
+        )
+
+        def train(number: int) -> list[Any]:
+            replica = side(number, kind=torch.float64, momentum=0.0, weight_decay=0.0)
+            told, left = [], torch.zeros_like(expected)
+            for period in range(3):
+                before = replica.weights()
+                own = before.clone()
+                for step in range(2):
+                    draws = torch.Generator().manual_seed(100 * period + 10 * step + number)
+                    for parameter in replica.model.parameters():
+                        parameter.grad = torch.randn(parameter.shape, generator=draws, dtype=torch.float64)
+                    own -= 0.1 * torch.cat([p.grad.view(-1) for p in replica.model.parameters()])  # type: ignore[union-attr]
+                    counted = replica.exchange.step(0.1)
+                assert counted
+                kept = replica.exchange.own_state()
+                now = torch.cat([kept[f"residual/{key}"] for key, _ in replica.model.named_parameters()])
+                told.append((own - before + left - now, replica.weights()))
+                left = now
+            return told
+
+        first, second = at_once([partial(train, number) for number in range(2)])
+        for (sent, weights), (also_sent, also_weights) in zip(first, second, strict=True):
+            assert torch.equal(weights, also_weights)
+            expected.grad = -(sent + also_sent) / 2
+            nesterov.step()
+            torch.testing.assert_close(weights, expected.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_local_sgd_moves_the_bytes_that_were_predicted(name: CodecName) -> None:
+    options: dict[str, Any] = {"compress": name, "period": 2}
+    predicted = parse_exchange("local", options).bytes_per_step(4 * ELEMENTS, 1, in_memory=False)
+    assert predicted is not None
+    with meeting("local", 1, servers=1, **options) as (side, _):
+        replica = side(0)
+        for _ in range(2):
+            replica.push(1.0)
+        replica.exchange.take_tally()
+        for _ in range(6):
+            replica.push(1.0)
+        tally = replica.exchange.take_tally()
+        assert tally.sent_bytes + tally.received_bytes == pytest.approx(6 * predicted, abs=6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("push", "bf16"), ("push", "int8"), *(("pair", name) for name in NAMES)], ids=str
+)
+def test_gossip_sends_a_payload_for_every_message(mode: str, name: CodecName) -> None:
+    """In pairs an answer as large as the question; the first two of a pair are whole."""
+    payload, whole = make_codec(name).nbytes(ELEMENTS, torch.float32), 4 * ELEMENTS
+    with meeting("gossip", 2, mode=mode, compress=name, period=1) as (side, _):
+        first, second = side(0), side(1)
+        begun = first.exchange.take_tally()
+        while not first.exchange._peers.there():  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        second.exchange.take_tally()
+        for _ in range(4):
+            first.push(1.0)
+            first.exchange.flush()
+        first.exchange._count_traffic()  # type: ignore[attr-defined]
+        tally = first.exchange.take_tally()
+        assert begun.updates == tally.dropped == 0
+        firsts = 1 if mode == "pair" else 0
+        assert tally.updates == 4
+        assert tally.sent_bytes == firsts * whole + (4 - firsts) * payload
+        assert tally.received_bytes == (tally.sent_bytes if mode == "pair" else 0)
+
+
+def test_a_lost_push_comes_back_whole() -> None:
+    """What the message would have left out, and what it had, are the weights again."""
+    with meeting("gossip", 2, compress="int8", period=1, heartbeat=1.0) as (side, _):
+        first, second = (side(number, kind=torch.float64, momentum=0.0, weight_decay=0.0) for number in range(2))
+        while not first.exchange._peers.there():  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        first.push(1.0, rate=0.1)
+        first.exchange.flush()
+        begun = first.weights()
+        second.exchange._peers._door.close()  # type: ignore[attr-defined]
+        first.push(1.0, rate=0.1)
+        first.exchange.flush()
+        assert first.exchange.tally.dropped == 1
+        assert (first.weights() - (begun - 0.1)).abs().max() > 1e-6, "nothing was left out"
+        own, share = first.exchange._weights_now()  # type: ignore[attr-defined]
+        torch.testing.assert_close(torch.cat(own), begun - 0.1, rtol=0, atol=1e-14)
+        assert share == 0.25
 
 
 def loss(side: Side) -> float:

@@ -40,7 +40,10 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "admm": ("admm", {"period": 2}),
     "gossip": ("gossip", {"period": 1}),
     "pairs": ("gossip", {"period": 2, "mode": "pair"}),
+    "pairs_topk": ("gossip", {"period": 1, "mode": "pair", "compress": "topk"}),
+    "gossip_int8": ("gossip", {"period": 1, "compress": "int8"}),
     "local": ("local", {"period": 2}),
+    "local_sign": ("local", {"period": 2, "compress": "sign"}),
     "once": ("local", {"average": "once"}),
 }
 """Exchanges whose replicas may take different numbers of steps."""

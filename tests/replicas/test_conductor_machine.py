@@ -124,7 +124,7 @@ class Run:
         """A checkpoint names what was written, of one moment, and of the replica that made it at least."""
         assert self.own_states >= set(effect.own.items())
         assert len(set(effect.own.values())) <= 1
-        assert (effect.replica in effect.own) == self.options.keeps_own
+        assert (effect.replica in effect.own) == self.options.hands_in
 
     def tell(self, what: str, who: int) -> None:
         self.carry_out(self.conductor.happened(what, who, self.now))
@@ -224,6 +224,8 @@ class Run:
                     if len(steps) >= self.push_every:
                         done = pushed()
                 case HandIn():
+                    if not self.options.keeps_own:
+                        done = pushed() or done
                     self.ask(number, HandedIn(order.moment), parts=1)
                     yield
                 case MakeTest():
@@ -288,6 +290,7 @@ SHARED: list[dict[str, Any]] = [
     {"exchange": "downpour"},
     {"exchange": "downpour", "exchange_options": {"n_push": 3}},
     {"exchange": "downpour", "exchange_options": {"warm_start": 7}},
+    {"exchange": "downpour", "exchange_options": {"n_push": 3, "compress": "int8"}},
     {"exchange": "backup", "exchange_options": {"backups": 0}},
     {"exchange": "easgd"},
     {"exchange": "local"},

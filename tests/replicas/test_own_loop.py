@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.exchanging.servers import shared_memory as shared
 from shoal.replicas.roll_call import Presence, replicas_of
 from tests.exchanging.together import batch, network, sgd
-from tests.replicas.own_loop_cases import OPTIMIZERS, in_groups
+from tests.replicas.own_loop_cases import OPTIMIZERS, backward, in_groups
 from tests.replicas.worlds import said_of, world
 
 pytestmark = pytest.mark.timeout(400)
@@ -80,6 +81,33 @@ def test_an_error_in_the_loop_is_raised_and_leaves_nothing(name: str, options: d
     train(model, optimizer, exchange)
     with pytest.raises(ZeroDivisionError), exchange:
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("downpour", {"compress": "sign", "servers": "threads"}), ("dasgd", {"density": 0.05}), ("gossip", {})],
+)
+def test_what_is_this_replicas_own_is_saved_and_goes_on_to_the_bit(name: str, options: dict[str, object]) -> None:
+    def trained(begin: int, end: int, saved: Any = None) -> tuple[Any, dict[str, Any]]:
+        half, model = saved, network()
+        optimizer = sgd(model)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        with shoal.exchange(model, optimizer, name, **options) as exchange:
+            exchange.load_state_dict({} if saved is None else saved[2])
+            for number in range(begin, end):
+                backward(model, optimizer, *batch(number))
+                exchange.step()
+                if number == 7:
+                    exchange.settle()
+                    half = deepcopy((model.state_dict(), optimizer.state_dict(), exchange.state_dict()))
+        return half, model.state_dict()
+
+    half, whole = trained(0, 12)
+    _, resumed = trained(8, 12, half)
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+    assert half[2]
 
 
 def test_a_server_that_dies_is_an_error_after_which_nothing_is_left() -> None:

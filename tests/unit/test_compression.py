@@ -263,6 +263,8 @@ def test_predicted_bytes_are_those_of_the_payloads() -> None:
             for exchange in ("allreduce", "sync", "downpour")
         ]
         assert found == [mean, push, push], name
+        local = parse_exchange("local", {"compress": name, "period": 4})
+        assert local.bytes_per_step(weights, 4, in_memory=False) == round(push / 4)
     assert mean_bytes(make_codec("sign"), 0, torch.float32, 4, 0) == 0
 
 
@@ -273,6 +275,10 @@ def test_predicted_bytes_are_those_of_the_payloads() -> None:
         ("sync", {"compress": "topk", "density": 0.0}, "density = 0.0 does not work"),
         ("allreduce", {"density": 0.1}, "density = 0.1 is of compress=topk"),
         ("downpour", {"compress": "int8", "servers": "direct"}, "in shared memory nothing is sent"),
+        ("local", {"compress": "int8", "average": "once"}, "compress = 'int8' with average = 'once'"),
+        ("gossip", {"compress": "topk"}, "compress = 'topk' with mode = 'push' would leave out most"),
+        ("gossip", {"compress": "sign", "mode": "push"}, "compress = 'sign' with mode = 'push'"),
+        ("gossip", {"compress": "bf16", "density": 0.1}, "density = 0.1 is of compress=topk"),
         ("backup", {"compress": "int8"}, "no option 'compress'"),
         ("dasgd", {"compress": "int8"}, "no option 'compress'"),
     ],
@@ -280,6 +286,25 @@ def test_predicted_bytes_are_those_of_the_payloads() -> None:
 def test_options_that_cannot_be_are_refused(name: str, options: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_exchange(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "slots"),
+    [
+        ("allreduce", {}, False),
+        ("allreduce", {"compress": "int8"}, True),
+        ("sync", {"compress": "sign"}, True),
+        ("downpour", {}, False),
+        ("downpour", {"compress": "bf16"}, True),
+        ("local", {}, True),
+        ("dasgd", {}, True),
+        ("dasgd", {"residual": False, "momentum_at": "server"}, False),
+    ],
+)
+def test_checkpoints_have_slots_where_something_is_kept_back(
+    name: str, options: dict[str, object], slots: bool
+) -> None:
+    assert parse_exchange(name, options).hands_in == slots
 
 
 def test_what_is_to_be_compressed_is_sent_also_on_one_host() -> None:

@@ -3,6 +3,8 @@
     codecs.py      bf16, int8, topk, sign: a flat tensor <-> a payload of bytes. Pure.
     residual.py    what was not sent yet
     hook.py        the mean over ranks, as a communication hook of DistributedDataParallel
+    packing.py     a list of tensors as the buffers of one message
+    meeting.py     two replicas meet in the middle
     averaging.py   the same for a list of tensors, in buckets
     options.py     what an exchange can be told about it
 

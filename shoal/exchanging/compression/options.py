@@ -18,7 +18,7 @@ class Compressing(Kind):
     """An exchange whose replicas may send less than they have; error feedback sends the rest later."""
 
     compress: Literal["none", "bf16", "int8", "topk", "sign"] = "none"
-    """How gradients, or changes, are made smaller before they are sent: bf16 (half), int8 (a quarter), topk (the
+    """How gradients, changes or weights are made smaller before they are sent: bf16 (half), int8 (a quarter), topk (the
     largest `density` of them), sign (one bit each). What is lost is added to the next ones."""
     density: float | None = Field(default=None, gt=0, le=1)
     """Share of the elements that compress=topk sends. Unless given 0.01."""
@@ -31,6 +31,11 @@ class Compressing(Kind):
                 "Give compress=topk with it, or leave it out.",
             )
         return self
+
+    @property
+    def hands_in(self) -> bool:
+        """What was not sent yet is each replica's own."""
+        return super().hands_in or self.compress != "none"
 
     @property
     def codec(self) -> Codec | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.exchanging.servers.sparse import Sparse
 
-RuleName = Literal["sgd", "adagrad", "add", "elastic", "outer"]
+RuleName = Literal["sgd", "adagrad", "add", "elastic", "outer", "outer_change"]
 StalenessKind = Literal["none", "exponential", "inverse"]
 
 State = Sequence[Sequence[Tensor]]
@@ -213,8 +213,11 @@ class Outer(UpdateRule):
             for weight, mean in zip(weights, pushed, strict=True):
                 weight.copy_(mean)
             return
-        for index, (weight, mean) in enumerate(zip(weights, pushed, strict=True)):
-            gradient = weight - mean
+        self._step(weights, [weight - mean for weight, mean in zip(weights, pushed, strict=True)], state, rate)
+
+    def _step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], state: State, rate: float) -> None:
+        """Nesterov's, which changes `gradients` too."""
+        for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             if self.momentum:
                 momentum = state[0][index]
                 momentum.mul_(self.momentum).add_(gradient)
@@ -222,8 +225,19 @@ class Outer(UpdateRule):
             weight.sub_(gradient, alpha=rate)
 
 
+@dataclass(frozen=True)
+class OuterChange(Outer):
+    """The same where replicas push how far they came from w, not where they are: g = -pushed.
+
+    With rate 1 and no momentum w becomes w + pushed, which rounds where `Outer` does not.
+    """
+
+    def apply(self, weights: Sequence[Tensor], pushed: Sequence[Tensor], state: State, rate: float) -> None:
+        self._step(weights, [-change for change in pushed], state, rate)
+
+
 def make_rule(name: RuleName, momentum: float, weight_decay: float) -> UpdateRule:
-    """The rule of this name. Momentum is read by "sgd" and "outer", weight decay by "sgd" and "adagrad"."""
+    """The rule of this name. Momentum is read by "sgd" and the outer ones, weight decay by "sgd" and "adagrad"."""
     match name:
         case "sgd":
             return Sgd(momentum, weight_decay)
@@ -235,6 +249,8 @@ def make_rule(name: RuleName, momentum: float, weight_decay: float) -> UpdateRul
             return Elastic()
         case "outer":
             return Outer(momentum)
+        case "outer_change":
+            return OuterChange(momentum)
 
 
 def staleness_factor(staleness: int, kind: StalenessKind, base: float) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.errors import PeerError
 from shoal.exchanging.compression.codecs import DENSITY, Codec, CodecName, make_codec
+from shoal.exchanging.compression.packing import Packer
 from shoal.exchanging.compression.residual import Residual, of_one_kind
 from shoal.exchanging.servers.consensus import Consensus
 from shoal.exchanging.servers.rounds import Rounds
@@ -370,22 +371,13 @@ class _Desk:
     def _decoded(self, codec: Codec) -> list[Tensor]:
         """The gradients of a compressed push: tensors of one type are one payload."""
         weights = self._held.shard.weights
-        together = of_one_kind([weight.dtype for weight in weights])
-        sizes = [[weights[number].numel() for number in numbers] for numbers in together]
-        kinds = [weights[numbers[0]].dtype for numbers in together]
-        payloads = [
-            torch.empty(codec.nbytes(sum(each), kind), dtype=torch.uint8)
-            for each, kind in zip(sizes, kinds, strict=True)
-        ]
+        packer = Packer(codec, [weight.numel() for weight in weights], [weight.dtype for weight in weights])
+        payloads = packer.empty(whole=False)
         self._link.receive_into(payloads)
-        gradients: dict[int, Tensor] = {}
-        for numbers, each, kind, payload in zip(together, sizes, kinds, payloads, strict=True):
-            try:
-                flat = codec.decode(payload, sum(each), kind)
-            except ValueError as error:
-                raise fields.refused(f"a compressed push cannot be read: {error}.") from error
-            gradients |= dict(zip(numbers, flat.split_with_sizes(each), strict=True))
-        return [gradients[number] for number in range(len(weights))]
+        try:
+            return packer.tensors(packer.unpacked(payloads, whole=False))
+        except ValueError as error:
+            raise fields.refused(f"a compressed push cannot be read: {error}.") from error
 
 
 def _outside(push: Sparse) -> bool:
@@ -440,6 +432,13 @@ class ShardClient(Protocol):
         """Copies of weights and state, of one moment."""
         ...
 
+    def kept_back(self) -> list[Tensor]:
+        """What compression has not sent yet of each tensor, as it is kept: writing to it changes what is sent next.
+
+        None where nothing is compressed.
+        """
+        ...
+
     @property
     def traffic(self) -> tuple[int, int]:
         """Payload bytes sent and received so far."""
@@ -477,6 +476,9 @@ class LocalShard:
 
     def snapshot(self) -> Snapshot:
         return self._shard.snapshot()
+
+    def kept_back(self) -> list[Tensor]:
+        return []
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -553,6 +555,12 @@ class RemoteShard:
         copies = [[torch.empty_like(tensor, device="cpu") for tensor in self._like] for _ in range(1 + self._states)]
         answer = self._link.receive([tensor for copy in copies for tensor in copy])
         return Snapshot(int(answer.head["version"]), copies[0], copies[1:])
+
+    def kept_back(self) -> list[Tensor]:
+        kept: dict[int, Tensor] = {}
+        for residual, numbers in zip(self.residuals, self._together if self.residuals else (), strict=True):
+            kept |= dict(zip(numbers, residual.state(), strict=True))
+        return [kept[number] for number in sorted(kept)]
 
     @property
     def traffic(self) -> tuple[int, int]:
