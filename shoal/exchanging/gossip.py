@@ -14,8 +14,8 @@ Costs       per step and replica `probability` copies of the weights, sent besid
 Failure     a replica that dies or freezes is missed by nobody. What was on its way to it goes back to the sender; its
             own share is lost with it, as is what it did since it last spoke, though its batches count: shares are
             compared with each other only, so that nothing else changes. One that comes late is given half of
-            another's share; one that leaves gives its own away. In a pair an answer may be lost though both live:
-            then one of them has moved and the other has not. With `compress` it takes that back when they next speak.
+            another's share; one that leaves gives its own away. A message counts once both sides know that it
+            arrived, so a share is never there twice; one that is lost in that very moment is lost.
 
 Compressed, a push sends q, which is nearly the weights x, and keeps x + (x - q): with half of the share each, nothing
 is lost. So what is left out must be small beside the weights, and topk and sign are for pairs alone, where what is
@@ -24,6 +24,7 @@ compressed is the difference from what both know (`compression/meeting.py`).
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -46,10 +47,10 @@ from shoal.transport.links import Link, LinkError, fields
 
 FIRST = 0
 """The number of the replica whose weights all others begin with."""
-DRAIN_SECONDS = 5.0
-"""Time that a message on its way has to arrive before this replica shows its weights to another."""
 FIND_SECONDS = 30.0
-"""Time that a replica that joins late has to find another."""
+"""Time that a replica has to get its first weights from another."""
+PAUSE_SECONDS = 0.1
+"""Between two tries."""
 
 
 class Options(Compressing):
@@ -125,8 +126,7 @@ class Gossip(OwnWeights):
         """Of the weights in the inbox. In pairs the inbox holds a change, and this is 1 where there is one."""
         self._kept: list[Tensor] = []
         """This replica's own weights while the network shows the mean; else empty."""
-        self._arriving = threading.Lock()
-        self._arrival = [torch.empty_like(weight) for weight in self._inbox]
+        self._arrivals = _Arrivals(self._inbox)
         self._packer: Packer | None = None
         """Where messages are compressed."""
         if codec is not None:
@@ -146,13 +146,15 @@ class Gossip(OwnWeights):
 
     def _take_from_another(self) -> None:
         """Take a peer's weights; a replica that joins late also gets half of its share."""
-        late = not self.share
-        for peer in self._peers.wait_for(None if late else FIRST, FIND_SECONDS):
-            with suppress(LinkError):
-                reply = self._peers.ask(peer, {"op": "split" if late else "show"}, into=self._arrival)
-                copy_all(self.replica.weights, self._arrival)
-                self.share = fields.number(reply.head, "share") if late else self.share
-                return
+        late, until = not self.share, time.monotonic() + FIND_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            for peer in self._peers.wait_for(None if late else FIRST, left):
+                with suppress(LinkError), self._arrivals.room() as arrived:
+                    reply = self._peers.ask(peer, {"op": "split" if late else "show"}, into=arrived)
+                    copy_all(self.replica.weights, arrived)
+                    self.share = fields.number(reply.head, "share") if late else self.share
+                    return
+            time.sleep(PAUSE_SECONDS)
         raise PeerError("no replica gave this one its first weights.", "Look at what the others did.")
 
     def step(self, rate: float | None) -> bool:
@@ -219,14 +221,14 @@ class Gossip(OwnWeights):
         try:
             if self._pairs:
                 theirs = [torch.empty_like(weight) for weight in sent]
-                self._peers.ask(peer, {"op": "pair"}, sent, into=theirs)
+                self._peers.ask(peer, {"op": "pair"}, sent, into=theirs, confirm=True)
                 torch._foreach_sub_(theirs, sent)
                 with self._mixing:
                     torch._foreach_add_(self._inbox, theirs, alpha=0.5)
                     self._inbox_share = 1.0
             else:
                 head = {"op": "push", "share": share, "compressed": payloads is not None}
-                self._peers.ask(peer, head, sent if payloads is None else payloads)
+                self._peers.ask(peer, head, sent if payloads is None else payloads, confirm=True)
         except LinkError:
             self.tally.dropped += 1
             if not self._pairs:
@@ -294,7 +296,7 @@ class Gossip(OwnWeights):
 
     def flush(self) -> None:
         """Wait until the message on its way has arrived, or has come back."""
-        self._outbox.wait(DRAIN_SECONDS)
+        self._outbox.wait(2 * self._peers.heartbeat)
 
     def hand_over(self) -> None:
         """Give weights and share to another replica."""
@@ -306,7 +308,7 @@ class Gossip(OwnWeights):
             own = on_host([weight.clone() for weight in self.replica.weights])
         for peer in self._draws.sample(self._peers.there(), len(self._peers.there())):
             with suppress(LinkError):
-                self._peers.ask(peer, {"op": "push", "share": self.share, "compressed": False}, own)
+                self._peers.ask(peer, {"op": "push", "share": self.share, "compressed": False}, own, confirm=True)
                 self.share = 0.0
                 return
 
@@ -323,11 +325,12 @@ class Gossip(OwnWeights):
                 own, own_share = self._weights_now()
             mean, total = [torch.zeros_like(weight) for weight in own], 0.0
             for number in sorted([self._peers.replica, *self._peers.there()]) if own else ():
-                with suppress(LinkError), self._arriving:
-                    theirs, share = (own, own_share) if number == self._peers.replica else self._seen(number)
+                with suppress(LinkError), self._arrivals.room() as arrived:
+                    share = own_share if number == self._peers.replica else self._seen(number, arrived)
+                    theirs = own if number == self._peers.replica else arrived
                     total += share
-                    for kept, arrived in zip(mean, theirs, strict=True):
-                        kept.lerp_(arrived, share / total if total else 0.0)
+                    for kept, part in zip(mean, theirs, strict=True):
+                        kept.lerp_(part, share / total if total else 0.0)
             self.tally.spread = distance(own, mean) if own else None
             with self._mixing:
                 copy_all(self.replica.weights, mean)
@@ -340,9 +343,9 @@ class Gossip(OwnWeights):
             self._mix()
             self._kept = [weight.clone() for weight in self.replica.weights]
 
-    def _seen(self, peer: int) -> tuple[Sequence[Tensor], float]:
-        reply = self._peers.ask(peer, {"op": "show"}, into=self._arrival)
-        return self._arrival, fields.number(reply.head, "share")
+    def _seen(self, peer: int, arrived: list[Tensor]) -> float:
+        """Fetch another's weights; its share."""
+        return fields.number(self._peers.ask(peer, {"op": "show"}, into=arrived).head, "share")
 
     @contextmanager
     def showing(self) -> Iterator[None]:
@@ -384,29 +387,24 @@ class Gossip(OwnWeights):
         match fields.text(head, "op", ("push", "pair", "meet", "show", "split")):
             case "push":
                 share = fields.number(head, "share")
-                if fields.flag(head, "compressed"):
-                    arrived = self._receive_compressed(link)
-                    with self._mixing:
+                with self._pushed(link, compressed=fields.flag(head, "compressed")) as arrived:
+                    link.send({})
+                    with self._peers.confirmed(link), self._mixing:
                         self._put_in_inbox(arrived, share)
-                else:
-                    with self._arriving:
-                        link.receive_into(self._arrival)
-                        with self._mixing:
-                            self._put_in_inbox(self._arrival, share)
-                link.send({})
             case "meet":
                 self._meet(link, head)
             case "pair":
-                with self._arriving:
-                    link.receive_into(self._arrival)
+                with self._arrivals.room() as arrived:
+                    link.receive_into(arrived)
                     with self._mixing:
                         own, _ = self._weights_now()
-                        for change, theirs, mine in zip(self._inbox, self._arrival, own, strict=True):
-                            change.add_(theirs - mine, alpha=0.5)
+                    link.send({}, own)
+                    with self._peers.confirmed(link), self._mixing:
+                        for change, theirs, mine in zip(self._inbox, arrived, own, strict=True):
+                            change.add_(theirs.sub_(mine), alpha=0.5)
                         self._inbox_share = 1.0
-                link.send({}, own)
             case "show":
-                self._outbox.wait(DRAIN_SECONDS)
+                self._outbox.wait(self._peers.heartbeat / 2)  # whoever asks waits for a whole one
                 with self._mixing:
                     own, share = self._weights_now()
                 link.send({"share": share}, own)
@@ -418,6 +416,16 @@ class Gossip(OwnWeights):
                         self._inbox_share /= 2
                         share /= 2
                 link.send({"share": share}, own)
+
+    @contextmanager
+    def _pushed(self, link: Link, *, compressed: bool) -> Iterator[list[Tensor]]:
+        """Weights that a peer pushes."""
+        if compressed:
+            yield self._receive_compressed(link)
+            return
+        with self._arrivals.room() as arrived:
+            link.receive_into(arrived)
+            yield arrived
 
     def _receive_compressed(self, link: Link) -> list[Tensor]:
         packer = self._agreed_packer()
@@ -481,6 +489,27 @@ def _said(head: Mapping[str, Any], buffers: Sequence[Tensor]) -> Said:
 
 def _answered(head: Mapping[str, Any], buffers: Sequence[Tensor]) -> Said | Refusal:
     return Refusal(whole=fields.flag(head, "whole")) if head.get("refused") else _said(head, buffers)
+
+
+class _Arrivals:
+    """Room for weights that come from others: one that is kept, and new ones where several come at a time.
+
+    So nobody waits for somebody else's message, which may never end.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._kept = [torch.empty_like(tensor) for tensor in like]
+        self._free = threading.Lock()
+
+    @contextmanager
+    def room(self) -> Iterator[list[Tensor]]:
+        if not self._free.acquire(blocking=False):
+            yield [torch.empty_like(tensor) for tensor in self._kept]
+            return
+        try:
+            yield self._kept
+        finally:
+            self._free.release()
 
 
 class _Outbox:

@@ -6,14 +6,27 @@ Under one plan rank r holds the same shards in every replica, so it talks only t
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from shoal.exchanging.membership.seat import Seat
-from shoal.transport.links import Address, Door, Frame, Link, LinkError, LinkLost, LinkSilent, connect, own_address
+from shoal.transport.links import (
+    Address,
+    Door,
+    Frame,
+    Link,
+    LinkError,
+    LinkLost,
+    LinkSilent,
+    connect,
+    fields,
+    own_address,
+)
 
+CONFIRMED = {"confirmed": True}
 Answer = Callable[[Link, dict[str, Any]], None]
 """Called with a link and the head of a peer's frame: receives the frame's buffers, and replies on the link."""
 
@@ -24,6 +37,8 @@ class Peers:
     def __init__(self, seat: Seat, replica: int) -> None:
         self._seat, self.replica = seat, replica
         """The number of this rank's own replica."""
+        self.heartbeat = seat.heartbeat
+        """Seconds for which a peer may be silent."""
         self._changed = threading.Condition()
         self._there: dict[int, tuple[Address, str]] = {}
         self._links: dict[int, tuple[Link, threading.Lock]] = {}
@@ -38,7 +53,10 @@ class Peers:
 
         def serve(link: Link, _hello: Mapping[str, Any]) -> None:
             while True:
-                answer(link, link.receive_head().head)
+                link.timeout = None
+                head = link.receive_head().head
+                link.timeout = self.heartbeat  # in the middle of what it says, a silent peer is lost
+                answer(link, head)
 
         host = own_address(self._seat.meeting.address[0])
         self._door = Door(serve, host=host, on_error=lambda _link, _hello, error: self.errors.append(error))
@@ -61,13 +79,23 @@ class Peers:
         head: Mapping[str, Any],
         buffers: Sequence[Tensor] = (),
         into: Sequence[Tensor] | None = None,
+        *,
+        confirm: bool = False,
     ) -> Frame:
-        """A peer's answer. A `LinkLost` where it is gone, or silent for a heartbeat: it may have heard or not."""
+        """A peer's answer. A `LinkLost` where it is gone, or silent for a heartbeat: it may have heard or not.
+
+        `confirm`: tell it that its answer arrived, so that what was sent counts there (`confirmed`), and wait until it
+        does. Then an error here means that it does not count there. Only if the peer, or the network, is lost just
+        after its answer does it count here and not there.
+        """
         link, lock = self._link(peer)
         with lock:
             try:
                 link.send(head, buffers)
                 frame = link.receive(into)
+                if confirm:
+                    link.send(CONFIRMED)
+                    self._wait_until_done(peer, link)
             except LinkError as error:
                 self._forget(peer, link)
                 if isinstance(error, LinkSilent):
@@ -76,6 +104,26 @@ class Peers:
         self.sent_bytes += sum(buffer.nbytes for buffer in buffers)
         self.received_bytes += sum(buffer.nbytes for buffer in frame.buffers)
         return frame
+
+    def _wait_until_done(self, peer: int, link: Link) -> None:
+        try:
+            link.receive()
+        except LinkError:
+            self._forget(peer, link)
+
+    @contextmanager
+    def confirmed(self, link: Link) -> Iterator[None]:
+        """In an answer, after it was sent: what makes the peer's words count, once it says that the answer arrived.
+
+        A `LinkLost`, and nothing counts, if it does not.
+        """
+        try:
+            if link.receive().head != CONFIRMED:
+                raise fields.refused("a replica went on without a word about what it had sent.")
+        except LinkSilent as error:
+            raise LinkLost(error.problem, error.remedy) from error
+        yield
+        link.send({})
 
     def close(self) -> None:
         """Close the inbox and all links."""
@@ -99,8 +147,11 @@ class Peers:
             if peer not in self._there or self._closed:
                 raise LinkLost(f"replica {peer} is not there.", "It left, or was lost.")
             address, token = self._there[peer]
-        link = connect(address, token, {}, name=f"replica {peer}")
-        link.timeout = self._seat.heartbeat
+        try:
+            link = connect(address, token, {}, name=f"replica {peer}", timeout=self.heartbeat)
+        except LinkSilent as error:
+            raise LinkLost(error.problem, error.remedy) from error
+        link.timeout = self.heartbeat
         with self._changed:
             if peer in self._links or self._closed:  # another thread was faster, or this was closed
                 link.close()
