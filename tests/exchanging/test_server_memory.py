@@ -55,7 +55,26 @@ def test_many_replicas_at_once_share_few_copies(server: Server) -> None:
         at_once([partial(work, shard) for shard in shards])
         assert held.shard.version == 3 * MANY
         assert 0 < max(made) <= MOST_BUFFERS
-        assert held.first.made == 0
+        assert held.whole.made == 0
+
+
+def test_replicas_that_take_everything_at_once_share_one_copy(server: Server) -> None:
+    with ExitStack() as stack:
+        shards = [reach(server) for _ in range(MANY)]
+        for shard in shards:
+            stack.callback(shard.close)
+        shards[0].begin([torch.ones(SIZE)], [[torch.full((SIZE,), 2.0)]])
+        held = server._held["0"]
+        made: list[int] = []
+
+        def take(shard: RemoteShard) -> None:
+            taken = shard.snapshot()
+            made.append(held.whole.made)
+            assert (taken.version, float(taken.weights[0].mean()), float(taken.state[0][0].mean())) == (0, 1.0, 2.0)
+
+        at_once([partial(take, shard) for shard in shards])
+        assert max(made) <= 1
+        assert held.whole.made == 0
 
 
 def test_replicas_that_freeze_in_the_middle_of_a_push_hold_up_nobody(

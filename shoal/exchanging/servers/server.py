@@ -24,7 +24,7 @@ from shoal.exchanging.compression.residual import Residual, of_one_kind
 from shoal.exchanging.servers.consensus import Consensus
 from shoal.exchanging.servers.rounds import Rounds
 from shoal.exchanging.servers.rules import RuleName, StalenessKind, make_rule
-from shoal.exchanging.servers.shard import Outcome, Policy, Push, Shard, Snapshot, empty_shard
+from shoal.exchanging.servers.shard import Outcome, Policy, Push, Shard, Snapshot, copy_all, empty_shard
 from shoal.exchanging.servers.sparse import Mirror, Selector, Sparse
 from shoal.transport.links import GIVE_UP_SECONDS, Address, Door, Link, connect, fields
 
@@ -175,8 +175,9 @@ class _Held:
     shard: Shard
     terms: Terms
     buffers: Buffers
-    first: Buffers
-    """A buffer for the first weights and the rule's state, which all replicas bring at once and never again."""
+    whole: Buffers
+    """A buffer for the weights and the rule's state, which all replicas bring at once at first and take at once at the
+    end."""
     begun: threading.Event = field(default_factory=threading.Event)
     rounds: Rounds | Consensus | None = None
 
@@ -239,10 +240,10 @@ class Server:
                 kinds = [getattr(torch, name) for name in terms.dtypes]
                 shard = empty_shard(terms.sizes, kinds, terms.policy(), threading.Lock())
                 remembered = shard.state[: shard.policy.rule.states]
-                taken_first = [*shard.weights, *(tensor for kept in remembered for tensor in kept)]
-                first = Buffers(taken_first, most=1, keep=False)
+                all_of_it = [*shard.weights, *(tensor for kept in remembered for tensor in kept)]
+                whole = Buffers(all_of_it, most=1, keep=False)
                 rounds = self._rounds(shard, terms)
-                self._held[key] = _Held(shard, terms, Buffers(shard.weights), first, rounds=rounds)
+                self._held[key] = _Held(shard, terms, Buffers(shard.weights), whole, rounds=rounds)
             held = self._held[key]
         if held.terms != terms:
             raise PeerError(
@@ -279,7 +280,7 @@ class _Desk:
             case "begin":
                 states = fields.integer(head, "slots", most=shard.policy.rule.states)
                 count = len(shard.weights)
-                with self._held.first.lent(link) as arrived:
+                with self._held.whole.lent(link) as arrived:
                     arrived = arrived[: count * (1 + states)]
                     link.receive_into(arrived)
                     state = [arrived[count * copy : count * (copy + 1)] for copy in range(1, 1 + states)]
@@ -292,9 +293,10 @@ class _Desk:
             case "exchange":
                 self._push_and_fetch(head)
             case "snapshot":
-                taken = shard.snapshot()
-                link.send({"version": taken.version}, [*taken.weights, *(t for kept in taken.state for t in kept)])
-                self._knows(taken.weights)
+                with self._held.whole.lent(link) as room:
+                    taken = shard.snapshot(room)
+                    link.send({"version": taken.version}, room)
+                    self._knows(taken.weights)
 
     def _push_and_fetch(self, head: Mapping[str, Any]) -> None:
         fetches = fields.flag(head, "fetch")
@@ -352,7 +354,12 @@ class _Desk:
         if kind == "gradient" and self._codec is not None:
             if head.get("sparse") is not None:
                 raise fields.refused("a sparse push came where compressed ones were agreed on.")
-            yield Push(self._decoded(self._codec), *terms)
+            packer = Packer(self._codec, [weight.numel() for weight in weights], [weight.dtype for weight in weights])
+            payloads = packer.empty(whole=False)
+            self._link.receive_into(payloads)
+            with self._held.buffers.lent(self._link) as gradients:  # so that few pushes are there whole at a time
+                self._decode(packer, payloads, gradients)
+                yield Push(gradients, *terms)
             return
         if head.get("sparse") is None:
             with self._held.buffers.lent(self._link) as arrived:
@@ -368,14 +375,10 @@ class _Desk:
             raise fields.refused("a push has elements that the shard does not have.")
         yield Push(values, *terms)
 
-    def _decoded(self, codec: Codec) -> list[Tensor]:
+    def _decode(self, packer: Packer, payloads: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The gradients of a compressed push: tensors of one type are one payload."""
-        weights = self._held.shard.weights
-        packer = Packer(codec, [weight.numel() for weight in weights], [weight.dtype for weight in weights])
-        payloads = packer.empty(whole=False)
-        self._link.receive_into(payloads)
         try:
-            return packer.tensors(packer.unpacked(payloads, whole=False))
+            copy_all(gradients, packer.tensors(packer.unpacked(payloads, whole=False)))
         except ValueError as error:
             raise fields.refused(f"a compressed push cannot be read: {error}.") from error
 

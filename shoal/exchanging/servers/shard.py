@@ -184,11 +184,15 @@ class Shard:
         with self.lock:
             self.counts[VERSION] += 1
 
-    def snapshot(self) -> Snapshot:
-        """Copies of weights and state, of one version."""
+    def snapshot(self, into: Sequence[Tensor] | None = None) -> Snapshot:
+        """Copies of weights and state, of one version; in the tensors `into`, one after the other, if given."""
+        kept = [self.weights, *self.state[: self.policy.rule.states]]
+        room = iter([torch.empty_like(t) for tensors in kept for t in tensors] if into is None else into)
+        copies = [[next(room) for _ in tensors] for tensors in kept]
         with self.lock:
-            state = [[tensor.clone() for tensor in kept] for kept in self.state[: self.policy.rule.states]]
-            return Snapshot(self.version, [weight.clone() for weight in self.weights], state)
+            for copy, tensors in zip(copies, kept, strict=True):
+                copy_all(copy, tensors)
+            return Snapshot(self.version, copies[0], copies[1:])
 
 
 def empty_shard(
