@@ -167,7 +167,8 @@ def _conducting(
     with ExitStack() as stack:
         stack.enter_context(folder.held(resumed=resumed is not None))
         content = None if resumed is None else _read_checkpoint(folder, config)
-        write_text_atomically(folder.config, config.to_yaml())
+        with folder.writing(folder.config):
+            write_text_atomically(folder.config, config.to_yaml())
         recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
         stack.callback(recorder.close)
         conducting = Conducting(
@@ -186,7 +187,8 @@ def _conducting(
         stack.callback(conducting.close)
         stack.callback(folder.meeting.unlink, missing_ok=True)
         stack.callback(listener.ended)
-        _write_private(folder.meeting, conducting.meeting.to_json())
+        with folder.writing(folder.meeting):
+            _write_private(folder.meeting, conducting.meeting.to_json())
         conducting.start_servers()
         listener.started(about, folder)
         if content is not None and recorder.lacks_lines:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
 
 from shoal.config import TrainConfig
 from shoal.data import BatchOrder, Loader
@@ -49,6 +48,7 @@ from shoal.training.job import Job, prepare
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
+from shoal.training.weights import save_weights
 from shoal.transport import Transport
 
 WAIT_SECONDS = 0.01
@@ -315,7 +315,7 @@ def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
 
 
 def _bytes_of_weights(module: torch.nn.Module) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:  # `save_model` writes shared memory once, but only to a file
+    with tempfile.TemporaryDirectory() as folder:  # safetensors write shared memory once, but only to a file
         path = Path(folder) / "weights"
-        save_model(module, str(path))
+        save_weights(module, path)
         return path.read_bytes()

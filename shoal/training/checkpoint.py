@@ -96,7 +96,18 @@ def write(
         "sent_steps": progress.sent_steps,
         **(more or {}),
     }
-    write_atomically(path, lambda draft: torch.save(content, draft))
+    write_atomically(path, lambda draft: _put(content, draft))
+
+
+def _put(content: Mapping[str, Any], draft: Path) -> None:
+    """Write it; an `OSError` on a full disk, of which torch's own error says nothing."""
+    try:
+        with draft.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def state_of(job: Job) -> dict[str, Any]:

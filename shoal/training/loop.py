@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NoReturn
 
-from safetensors.torch import save_model
 from torch import Tensor
 
 from shoal.data import Position
@@ -35,6 +34,7 @@ from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import Measured, describe, result_of
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import train_step
+from shoal.training.weights import save_weights
 
 
 class Run:
@@ -64,8 +64,7 @@ class Run:
 
     def _train_and_test(self) -> RunResult:
         job, progress = self.job, self.progress
-        path = self.folder.metrics if self._keeps_files else None
-        with StopSignal() as stop, MetricsFile(path, length=progress.metrics_length) as metrics:
+        with StopSignal() as stop, self._open_metrics() as metrics:
             self.listener.started(self._about(), self.folder)
             if metrics.lacks_lines:
                 self._write(metrics, event="warning", text=lines_are_missing(progress.steps))
@@ -77,9 +76,16 @@ class Run:
             result = self._result(tested or self._evaluate(metrics, stop))
             whole = job.network.whole()
             if whole is not None:
-                write_atomically(self.folder.weights, lambda draft: save_model(whole, str(draft)))
-                write_text_atomically(self.folder.result, result.to_json())
+                with self.folder.writing(self.folder.weights):
+                    write_atomically(self.folder.weights, lambda draft: save_weights(whole, draft))
+                with self.folder.writing(self.folder.result):
+                    write_text_atomically(self.folder.result, result.to_json())
         return result
+
+    def _open_metrics(self) -> MetricsFile:
+        path = self.folder.metrics if self._keeps_files else None
+        with self.folder.writing(self.folder.metrics):
+            return MetricsFile(path, length=self.progress.metrics_length)
 
     def _about(self) -> About:
         job = self.job
@@ -209,7 +215,9 @@ class Run:
         self.progress.metrics_length = metrics.length
         self.progress.wall_seconds = time.perf_counter() - self._begun
         sent, steps = self._sent()
-        checkpoint.save(self.folder.checkpoint, self.job, replace(self.progress, sent_bytes=sent, sent_steps=steps))
+        progress = replace(self.progress, sent_bytes=sent, sent_steps=steps)
+        with self.folder.writing(self.folder.checkpoint):
+            checkpoint.save(self.folder.checkpoint, self.job, progress)
 
     def _sent(self) -> tuple[int, int]:
         """What all ranks sent in training steps under this plan, and in how many steps."""
@@ -219,7 +227,8 @@ class Run:
 
     def _write(self, metrics: MetricsFile, **values: object) -> None:
         if self._keeps_files:
-            metrics.write(**values)
+            with self.folder.writing(self.folder.metrics):
+                metrics.write(**values)
             self.listener.logged(values)
 
     def _result(self, tested: Evaluation) -> RunResult:

@@ -31,8 +31,10 @@ def train_on_rank(
     with ExitStack() as stack:
         folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
         if transport.rank == 0:
-            write_text_atomically(folder.config, job.config.to_yaml())
-            job.network.plan.save(folder.plan)
+            with folder.writing(folder.config):
+                write_text_atomically(folder.config, job.config.to_yaml())
+            with folder.writing(folder.plan):
+                job.network.plan.save(folder.plan)
         return Run(job, folder, progress, heard).complete()
 
 

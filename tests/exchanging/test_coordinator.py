@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from shoal.errors import PeerError
-from shoal.exchanging.membership.coordinator import Coordinator
+from shoal.exchanging.membership.coordinator import Coordinator, Event
 from shoal.transport.links import Link, LinkLost, connect
-from shoal.transport.links.crowd import SPARE
+from shoal.transport.links.crowd import SPARE, Crowd, Guest
 from shoal.transport.links.link import _packed
 from shoal.transport.links.sockets import allow_many_files
 
@@ -150,6 +150,62 @@ def test_one_that_freezes_in_the_middle_of_a_frame_is_told_of_and_its_frame_arri
         assert link.receive().head == {}
         assert heard == [1000]
         assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]
+
+
+@pytest.mark.parametrize("what", ["frozen", "lost", "left"])
+def test_an_error_of_whoever_hears_of_events_is_told_and_everybody_is_heard_as_before(what: str) -> None:
+    errors: list[Exception] = []
+
+    def on_event(event: Event) -> None:
+        if event.what == what:
+            raise OSError("no space")
+
+    with ExitStack() as stack:
+        told: dict[str, Any] = {"on_event": on_event, "on_error": errors.append}
+        coordinator = stack.enter_context(meeting_point(replicas=2, heartbeat=0.2, wanted=1, **told))
+        first, second = (stack.enter_context(come(coordinator, number)) for number in range(2))
+        match what:
+            case "frozen":
+                second.send({"ask": "pulse"})
+            case "left":
+                second.send({"ask": "leave"})
+            case "lost":
+                second.close()
+        assert until(lambda: bool(errors))
+        assert [str(error) for error in errors] == ["no space"]
+        assert [event.what for event in coordinator.events][-1] == what
+        first.send({"ask": "ticket", "version": 0})
+        assert first.receive().head["counts"]
+        stack.enter_context(come(coordinator, 2))
+
+
+def test_an_error_in_the_thread_that_hears_all_is_told_and_others_are_heard() -> None:
+    errors: list[Exception] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        speaks = Link(socket.create_connection(door.getsockname()), "the crowd", 5.0)
+        silent = Link(door.accept()[0], "a silent one", 5.0)
+    crowd = Crowd(0.05, on_error=errors.append)
+    heard = threading.Event()
+
+    def on_silence() -> None:
+        raise OSError("no space")
+
+    def hear(guest: Guest) -> bool:
+        guest.link.receive()
+        heard.set()
+        raise ZeroDivisionError("of a receiver")
+
+    try:
+        crowd.add(silent, hear, on_silence).watched = True
+        assert until(lambda: len(errors) > 1)
+        assert {type(error) for error in errors} == {OSError}
+        speaks.send({})
+        assert heard.wait(30)
+        assert until(lambda: type(errors[-1]) is ZeroDivisionError)
+        assert until(lambda: silent.closed)
+    finally:
+        assert crowd.close(30)
+        speaks.close()
 
 
 def _frame(head: dict[str, Any], size: int) -> bytes:

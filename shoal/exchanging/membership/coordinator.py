@@ -150,7 +150,7 @@ class Coordinator:
         self._last_needed = time.monotonic()
         """When some replica was last seen that may still need others."""
         allow_many_files()
-        self._crowd = Crowd(heartbeat, name="shoal-members")
+        self._crowd = Crowd(heartbeat, on_error=self._tell_error, name="shoal-members")
         self._closed = threading.Event()
         self._clock = threading.Thread(target=self._look, name="shoal-clock", daemon=True)
         self._clock.start()
@@ -237,8 +237,6 @@ class Coordinator:
             except LinkError as error:  # what came was malformed
                 lost()
                 tell_of_nonsense(link, error)
-            except Exception as error:
-                self._tell_error(error)
             return False
 
         link.timeout, link.on_stall = self._heartbeat, silent
@@ -335,7 +333,7 @@ class Coordinator:
         for asker in waiting:
             try:
                 answer = asker.ready()
-            except PeerError as error:
+            except Exception as error:
                 self._tell_error(error)
                 self._lose(asker.member, "lost")
                 continue
@@ -417,7 +415,10 @@ class Coordinator:
         self.events.append(event)
         self._tell_members()
         if not self._closing:
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception as error:  # whoever hears of events must not keep others from being heard
+                self._tell_error(error)
         self.answer_waiting()
         self.changed.notify_all()
 
