@@ -300,7 +300,7 @@ class OwnLoop:
         question = {"ask": "meet", "phase": phase, "steps": self._in_step.steps, "marks": marks}
         reply: Mapping[str, Any] = {"again": True}
         while "again" in reply:
-            mine = self._seat.ask(question).head if self._seat.rank == 0 else None
+            mine = agree(self._transport, lambda: self._seat.ask(question).head if self._seat.rank == 0 else None)
             reply = next(answer for answer in self._transport.gather_objects(mine) if answer is not None)
         if "said" in reply:
             return reply["said"], reply["round"]
@@ -362,7 +362,7 @@ class OwnLoop:
         self._ending.callback(self._place.close)
         rendezvous.open(self._place.coordinator)
         self._ending.callback(rendezvous.close)
-        self._place.start_servers()
+        self._place.start_servers(on_end=self._place.coordinator.lose_server)
         return self._place.meeting.to_json()
 
     def _wait_for_others(self, coordinator: Coordinator) -> None:

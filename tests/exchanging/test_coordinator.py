@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.errors import PeerError
+from shoal.errors import PeerError, RunError
 from shoal.exchanging.membership.coordinator import Coordinator, Event
 from shoal.transport.links import Link, LinkLost, connect
 from shoal.transport.links.crowd import SPARE, Crowd, Guest
@@ -150,6 +150,30 @@ def test_one_that_freezes_in_the_middle_of_a_frame_is_told_of_and_its_frame_arri
         assert link.receive().head == {}
         assert heard == [1000]
         assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]
+
+
+def test_a_failure_is_told_to_those_who_wait_and_to_those_who_ask_later() -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=2, servers=1, timeout=1000.0))
+        first, second = (stack.enter_context(come(coordinator, number)) for number in range(2))
+        first.send({"ask": "servers"})
+        assert until(lambda: bool(coordinator._waiting))
+        coordinator.fail(RunError("the disk is full.", "Free space."))
+        assert first.receive().head == {"failed": ["the disk is full.", "Free space."]}
+        second.send({"ask": "servers"})
+        assert second.receive().head == {"failed": ["the disk is full.", "Free space."]}
+        second.send({"ask": "leave"})
+        assert second.receive().head == {}
+
+
+def test_the_end_of_a_server_is_told_once_also_where_it_never_came() -> None:
+    with meeting_point(replicas=2, servers=2) as coordinator:
+        for _ in range(2):
+            hello: dict[str, Any] = {"as": "end of server", "number": 1}
+            connect(coordinator.address, coordinator.token, hello, name="the place").close()
+        assert until(lambda: bool(coordinator.events))
+        coordinator.lose_server(1)
+        assert [(event.what, event.who) for event in coordinator.events] == [("server lost", 1)]
 
 
 @pytest.mark.parametrize("what", ["frozen", "lost", "left"])

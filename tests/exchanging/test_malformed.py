@@ -20,7 +20,7 @@ def coordinator() -> Iterator[Coordinator]:
     opened = Coordinator(heartbeat=30.0, replicas=2, servers=1, wanted=2)
     yield opened
     opened.close()
-    assert opened.errors == []
+    assert opened.failure is None
 
 
 @pytest.fixture

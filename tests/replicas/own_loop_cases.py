@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -162,6 +165,20 @@ def lost(name: str) -> list[str]:
     except ZeroDivisionError:
         return []
     return [mark(model.state_dict())]
+
+
+def dead_server(name: str) -> list[str]:
+    """A server ends before it could make itself known."""
+    kind, options = EVERY[name]
+    model = network()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shoal.exchanging.membership.meeting.start_server", start_and_die)
+        return refusal(lambda: shoal.exchange(model, sgd(model), kind, **options))
+
+
+def start_and_die(*_: object) -> "subprocess.Popen[bytes]":
+    """In the place of a server."""
+    return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def lost_in_step(name: str) -> list[str]:

@@ -18,11 +18,11 @@ import torch
 from torch.nn import functional as F
 
 import shoal
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, RunError, ShoalError
 from shoal.exchanging.servers import shared_memory as shared
 from shoal.replicas.roll_call import Presence, replicas_of
 from tests.exchanging.together import batch, network, sgd
-from tests.replicas.own_loop_cases import OPTIMIZERS, in_groups
+from tests.replicas.own_loop_cases import OPTIMIZERS, in_groups, start_and_die
 from tests.replicas.worlds import said_of, world
 
 pytestmark = pytest.mark.timeout(400)
@@ -95,6 +95,14 @@ def test_a_server_that_dies_is_an_error_after_which_nothing_is_left() -> None:
     server.kill()
     with pytest.raises(ShoalError):  # two steps are not pushed yet
         exchange.close()
+
+
+@pytest.mark.parametrize("name", ["downpour", "sync"])
+def test_a_server_that_dies_at_its_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("shoal.exchanging.membership.meeting.start_server", start_and_die)
+    model = network()
+    with pytest.raises(RunError, match=r"server 0 was lost, and with it a part of the weights"):
+        shoal.exchange(model, sgd(model), name, servers="processes", shards=1)
 
 
 SERVERS_STEP = [
@@ -286,7 +294,7 @@ TWO = [
     *(f"unequal:{name}" for name in (*UNEQUAL, *OWN_WEIGHTS)),
     *("equal:allreduce", "equal:sync_threads", "uneven:allreduce", "uneven:sync_threads"),
     *("lost:direct", "lost:allreduce", "lost:dasgd", "lost:backup", "lost_in_step:allreduce", "lost_in_step:sync"),
-    *("different", "optimizers", "own_steps"),
+    *("different", "optimizers", "own_steps", "dead_server:processes"),
 ]
 FOUR = [
     *("exact:allreduce", "exact:sync_threads", "misfits"),
@@ -335,6 +343,16 @@ def test_a_step_that_cannot_be_made_names_who_is_gone(two: list[dict[str, Any]],
     kind, problem, _ = two[0][f"lost_in_step:{name}"]
     assert kind == "PeerError"
     assert problem == f"replica 1 (rank 1) was lost, and {name!r} cannot make a step without it."
+
+
+def test_a_server_that_dies_at_its_start_is_told_of_at_once_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    """Not after the time-out, which is longer than a world may take here."""
+    for said in two:
+        kind, problem, remedy = said["dead_server:processes"]
+        assert kind == "RunError"
+        assert problem.startswith("server ")
+        assert problem.endswith(" was lost, and with it a part of the weights.")
+        assert remedy.startswith("Look at what it printed above")
 
 
 def test_what_ranks_give_differently_all_refuse_in_the_same_words(two: list[dict[str, Any]]) -> None:
