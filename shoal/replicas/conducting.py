@@ -29,6 +29,7 @@ from shoal.replicas.effects import (
     Suspect,
     Told,
     WriteCheckpoint,
+    WriteOwn,
 )
 from shoal.replicas.orders import NextBatch, Noted, Stop, order_head, read_question
 from shoal.replicas.recorder import Recorder
@@ -165,6 +166,9 @@ class Conducting:
     def _write(self, effects: Sequence[ForFiles], buffers: Sequence[Tensor]) -> None:
         for effect in effects:
             self._recorder.write(effect, buffers)
+            if isinstance(effect, WriteOwn):
+                with self._changed:
+                    self._conductor.own_written(effect.replica, effect.moment)
         if any(isinstance(effect, WriteCheckpoint) for effect in effects):
             with self._changed:
                 self._carry_out(self._conductor.written())

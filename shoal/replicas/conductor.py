@@ -286,8 +286,14 @@ class Conductor:
     def _note_own(self, replica: int, handed_in: HandedIn) -> None:
         """Of a checkpoint that is still wanted: a replica that was thought gone may come with an old one."""
         if self._own is not None and handed_in.moment == self._own.moment:
-            self._own.handed_in.add(replica)
+            self._own.arriving.add(replica)
             self._effects.append(WriteOwn(replica, handed_in.moment))
+
+    def own_written(self, replica: int, moment: int) -> None:
+        """What a replica handed in is on the disk: only now may a checkpoint name it."""
+        if self._own is not None and moment == self._own.moment:
+            self._own.arriving.discard(replica)
+            self._own.handed_in.add(replica)
 
     def _may_test(self, replica: int, order: MakeTest) -> bool:
         """Whether it may test: one at a time, and one whose batch norm statistics are of half of the most steps."""
@@ -443,6 +449,8 @@ class Conductor:
             if not self._options.asks_ahead:  # others may be waiting in a step for the replica that tests
                 longer = dict.fromkeys(self._watch.active, slow)
             longer[test.replica] = math.inf if test.handed_in else slow
+        if self._own is not None:
+            longer |= dict.fromkeys(self._own.arriving, math.inf)
         suspect, cleared = self._watch.look(now, heard, longer)
         self._effects += [Suspect(replica, hangs=False) for replica in cleared]
         if suspect is not None:

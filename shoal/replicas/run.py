@@ -167,6 +167,7 @@ def _conducting(
     with ExitStack() as stack:
         stack.enter_context(folder.held(resumed=resumed is not None))
         content = None if resumed is None else _read_checkpoint(folder, config)
+        missing = {} if content is None else _missing_own_states(folder, content)
         with folder.writing(folder.config):
             write_text_atomically(folder.config, config.to_yaml())
         recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
@@ -193,6 +194,8 @@ def _conducting(
         listener.started(about, folder)
         if content is not None and recorder.lacks_lines:
             conducting.warn(lines_are_missing(content["steps"]))
+        for replica, path in missing.items():
+            conducting.warn(checkpoint.own_state_is_missing(path, replica))
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
             conducting.warn(f"{options.name} with {config.replicas} replicas has {told}; rates=given keeps yours.")
@@ -251,6 +254,18 @@ def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
             f"Ask for more with --epochs {config.epochs + 5}, or start another run.",
         )
     return content
+
+
+def _missing_own_states(folder: RunFolder, content: dict[str, Any]) -> dict[int, Path]:
+    """The files of replicas' own states that a checkpoint names and that are gone; a damaged one is an error."""
+    missing = {}
+    for replica, moment in content.get("own", {}).items():
+        path = folder.own_state(replica, moment)
+        if path.exists():
+            checkpoint.read_own(path)
+        else:
+            missing[replica] = path
+    return missing
 
 
 def _options(config: TrainConfig) -> ExchangeOptions:

@@ -50,6 +50,7 @@ from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
 from shoal.training.weights import save_weights
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 WAIT_SECONDS = 0.01
 """Time between two questions while there is nothing to do."""
@@ -283,8 +284,13 @@ class _Life:
 
 
 def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None:
-    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now."""
-    ranks = torch.load(path, weights_only=True)["ranks"]
+    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now.
+
+    Without its file it goes on with the common weights, of which the conductor tells.
+    """
+    if not all(row[0] for row in transport.gather_numbers([path.exists()])):
+        return
+    ranks = agree(transport, lambda: checkpoint.read_own(path))
     fits = len(ranks) == transport.world
     if fits:
         try:

@@ -764,3 +764,23 @@ def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: st
     assert run.returncode == 0, printed[1]
     assert printed[0].count("updates") == 2
     assert len(set(re.findall(r"accuracy (\d\.\d+)", printed[0]))) == 1
+
+
+def test_a_run_goes_on_without_the_own_weights_of_a_replica_and_says_so(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    run = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--exchange", "easgd", "--out", "run")
+    assert run.returncode == 0, run.stderr
+    (lost,) = (tmp_path / "run").glob("replica-1-*.pt")
+    lost.write_bytes(lost.read_bytes()[:100])
+    go_on = ["train", "--resume", "run", "--epochs", "2"]
+    run = shoal(*go_on)
+    assert run.returncode == 2, run.stderr
+    assert f"checkpoint 'run/{lost.name}' is damaged" in run.stderr
+    assert "Remove it: its replica then goes on with the common weights." in run.stderr
+    lost.unlink()
+    run = shoal(*go_on)
+    assert run.returncode == 0, run.stderr
+    told = [line["text"] for line in metrics_of(tmp_path / "run") if line["event"] == "warning"]
+    wanted = f"{lost.name} is missing: replica 1 goes on with the common weights, without what it had of its own."
+    assert wanted in told

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,8 @@ from shoal.errors import PeerError, RunError
 from shoal.exchanges import Holding
 from shoal.exchanging import Seat, Tally
 from shoal.replicas.conducting import Conducting
-from shoal.replicas.orders import NextBatch, PlanChosen, Step, StepsDone, question_head
+from shoal.replicas.effects import WriteOwn
+from shoal.replicas.orders import HandedIn, NextBatch, PlanChosen, Step, StepsDone, question_head
 from shoal.replicas.recorder import Recorder
 from shoal.training.listener import Listener
 from shoal.training.metrics import MetricsFile
@@ -199,12 +201,16 @@ class Two:
 
     def steps(self) -> None:
         """Of both, until they are told to stop."""
+        self.train_until("stop")
+
+    def train_until(self, last: str) -> int:
+        """Of both, until one is given another order; its moment, if it has one."""
         done: list[StepsDone | None] = [None, None]
         while True:
             for number, seat in enumerate(self.seats):
                 order = seat.ask(question_head(NextBatch(done[number]))).head
-                if order["order"] == "stop":
-                    return
+                if order["order"] == last:
+                    return int(order.get("moment", 0))
                 steps = (Step(order["number"], 1.0, 0.01),)
                 done[number] = StepsDone(steps, True, (1,), Tally(steps=1, updates=1))
 
@@ -238,6 +244,35 @@ def test_a_file_that_a_full_disk_does_not_take_ends_the_run(monkeypatch: pytest.
         assert seat.ask(question_head(PlanChosen("{}"))).head["order"] == "noted"
         is_over_with_a_full_disk(conducting, folder / "plan.json")
         assert seat.ask(question_head(NextBatch())).head["order"] == "stop"
+
+
+def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Replica 1's own state is still being written while replica 0 asks whether it may save."""
+    settings: dict[str, Any] = {"replicas": 2, "exchange": "easgd", "exchange_options": {"heartbeat": 5.0}}
+    begun, goes_on = threading.Event(), threading.Event()
+    write = Recorder.write
+
+    def slowly(self: Recorder, effect: Any, buffers: Any) -> None:
+        if isinstance(effect, WriteOwn) and effect.replica == 1:
+            begun.set()
+            assert goes_on.wait(30)
+        write(self, effect, buffers)
+
+    monkeypatch.setattr(Recorder, "write", slowly)
+    with conducted(tmp_path / "run", **settings) as conducting, ExitStack() as closing:
+        closing.callback(goes_on.set)
+        two = Two(conducting, closing)
+        moment = two.train_until("hand in")
+        seats = two.seats
+        assert seats[0].ask(question_head(HandedIn(moment)), [b"0"]).head["order"] == "noted"
+        assert seats[1].ask(question_head(NextBatch())).head["order"] == "hand in"
+        seats[1].send(question_head(HandedIn(moment)), [b"1"])
+        assert begun.wait(30)
+        assert seats[0].ask(question_head(NextBatch())).head["order"] != "test"
+        goes_on.set()
+        assert seats[1].hear().head["order"] == "noted"
+        assert (tmp_path / "run" / f"replica-1-{moment}.pt").read_bytes() == b"1"
+        assert seats[0].ask(question_head(NextBatch())).head["order"] == "test"
 
 
 def test_an_error_of_a_listener_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ class Run:
         self.results: list[WriteResult] = []
         self.saved: list[HowFar] = []
         self.own_states: set[tuple[int, int]] = set()
+        """On the disk."""
+        self.own_states_wait: list[WriteOwn] = []
         self.files_wait = False
         for _ in range(self.config.replicas):
             self.join()
@@ -114,7 +116,8 @@ class Run:
                     self.files_wait = True
                     self.there[replica].waits_for_files = True
                 case WriteOwn():
-                    self.own_states.add((effect.replica, effect.moment))
+                    self.own_states_wait.append(effect)
+                    self.there[effect.replica].waits_for_files = True
                 case WriteResult():
                     self.results.append(effect)
                 case Suspect():
@@ -177,7 +180,14 @@ class Run:
         self.silence(number, "pulse", silent=False)
 
     def write(self) -> None:
-        if self.files_wait:
+        """One of the files that are being written is whole."""
+        if self.own_states_wait:
+            effect = self.own_states_wait.pop()
+            self.own_states.add((effect.replica, effect.moment))
+            self.conductor.own_written(effect.replica, effect.moment)
+            if effect.replica in self.there:
+                self.there[effect.replica].waits_for_files = False
+        elif self.files_wait:
             self.files_wait = False
             for played in self.there.values():
                 played.waits_for_files = False
