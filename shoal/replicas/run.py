@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError, PeerError, RunError, StoppedError
+from shoal.errors import CheckpointError, ConfigError, LeftError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Meeting
 from shoal.files import write_text_atomically
@@ -84,7 +84,7 @@ def train_in_world(
 
     if world.rank:
         if not train(Meeting.from_json(told_to_all(world, table, None, config.timeout, last=True))):
-            raise StoppedError(
+            raise LeftError(
                 f"replica {replica} was asked to stop and has left; the others go on.",
                 "The result will be in the run's folder.",
             )

@@ -756,6 +756,35 @@ def test_torchrun_starts_replicas_too(mine: list[str], tmp_path: Path) -> None:
         assert result_of(tmp_path / name)["samples"] == 160
 
 
+def test_under_torchrun_too_one_replica_that_is_preempted_leaves_in_good_order(mine: list[str], tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal", "train"]
+    options = ["--replicas", "2", "--exchange", "downpour", "--out", "run"]
+    run = begin(tmp_path, *command, *mine, *LONG, *options)
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        first, second = (
+            next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == number)
+            for number in "01"
+        )
+        second.terminate()
+        wait_for(lambda: lines(out, "left"), run)
+        wait_for(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, run)
+        goes_on(out, run)
+        assert lines(out, "steps")[-1]["active"] == [0]
+        first.terminate()  # the conductor is there: the run stops, with a checkpoint
+        printed = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert "shoal: replica 1 was asked to stop and has left; the others go on.\n" in printed[1]
+    assert "shoal train --resume run" in printed[1]
+    failed = printed[1].partition("FAILED")[2]
+    assert re.search(r"rank\s*: 0 ", failed), printed[1]
+    assert not re.search(r"rank\s*: 1 ", failed)
+    assert (out / "checkpoint.pt").exists()
+
+
 @pytest.mark.parametrize("name", ["downpour", "allreduce", "dasgd", "backup", "sync"])
 def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "exchange_script.py"
