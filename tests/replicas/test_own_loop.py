@@ -175,6 +175,16 @@ def test_adagrad_at_the_servers_is_torchs_own() -> None:
         assert torch.equal(plain, trained)
 
 
+def test_momentum_that_adagrad_at_the_servers_would_drop_is_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match=r"as Adagrad, and cannot do momentum=0\.9 of SGD\.") as caught:
+        shoal.exchange(model, sgd(model), "downpour", rule="adagrad")
+    assert caught.value.remedy.startswith("Give momentum=0, or torch.optim.Adagrad; or, to keep it, give rule='add'")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.exchange(model, optimizer, "downpour", rule="adagrad") as exchange:
+        train(model, optimizer, exchange)
+
+
 def test_what_is_changed_later_and_servers_do_not_hear_of_is_refused() -> None:
     model = network()
     optimizer = sgd(model)
