@@ -44,6 +44,7 @@ from shoal.replicas.roll_call import Presence, replicas_of
 from shoal.training.laid import replica_of
 from shoal.transport.agreement import agree
 from shoal.transport.links import LOOPBACK, LinkLost
+from shoal.transport.table import all_are_here, all_may_come
 
 TIMEOUT = 120.0
 LOOK_SECONDS = 0.1
@@ -65,7 +66,9 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
     name, options  as for `--exchange` and `--exchange-options`, but for `warm_start`: who trains first, the loop says
 
     What the optimizer trains is exchanged, and begins everywhere as replica 0 has it. Frozen parameters must be the
-    same on all replicas; buffers stay each one's own. A collective: all ranks of the world call it.
+    same on all replicas; buffers stay each one's own. A collective: all ranks of the world call it. Where no torchrun
+    keeps the port at which ranks find each other, it hears nobody new until the exchange is closed: call
+    torch.distributed.init_process_group, if you need it, before.
 
     Raises `ConfigError`, in the same words on all ranks, for an unknown name, option or optimizer, and for networks
     that overlap, are of different size or differ; `PeerError` where a rank does not come within 120 seconds.
@@ -206,6 +209,8 @@ class OwnLoop:
         if not parsed.survives:
             self._seat.listen(self.number, lambda notice: self._in_step.hear(notice, self._interrupt))
         assembly.close()  # all are seated: from here on the coordinator sees who is gone
+        all_are_here()
+        self._ending.callback(all_may_come)
         welcome = self._seat.welcome
         if welcome["kind"] == "threads":
             server = serve_in_threads(self._seat, self.number, welcome["servers"])

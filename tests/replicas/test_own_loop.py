@@ -304,7 +304,7 @@ TWO = [
     *(f"unequal:{name}" for name in (*UNEQUAL, *OWN_WEIGHTS)),
     *("equal:allreduce", "equal:sync_threads", "uneven:allreduce", "uneven:sync_threads"),
     *("lost:direct", "lost:allreduce", "lost:dasgd", "lost:backup", "lost_in_step:allreduce", "lost_in_step:sync"),
-    *("different", "optimizers", "own_steps", "dead_server:processes"),
+    *("different", "optimizers", "own_steps", "dead_server:processes", "strangers:direct"),
 ]
 FOUR = [
     *("exact:allreduce", "exact:sync_threads", "misfits"),
@@ -363,6 +363,13 @@ def test_a_server_that_dies_at_its_start_is_told_of_at_once_on_all_ranks(two: li
         assert problem.startswith("server ")
         assert problem.endswith(" was lost, and with it a part of the weights.")
         assert remedy.startswith("Look at what it printed above")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port stays open")
+def test_where_replicas_found_each_other_nobody_else_is_heard(two: list[dict[str, Any]]) -> None:
+    for said in two:
+        assert said["strangers:direct"]["during"] == "not heard"
+    assert two[0]["strangers:direct"]["after"] == "heard"
 
 
 def test_what_ranks_give_differently_all_refuse_in_the_same_words(two: list[dict[str, Any]]) -> None:
