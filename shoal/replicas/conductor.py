@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shoal.config import TrainConfig
 from shoal.errors import DivergedError, MessageError, PeerError, RunError, ShoalError, StoppedError
 from shoal.exchanges import ExchangeOptions
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.budget import Budget, LockstepBudget, SharedBudget
 from shoal.replicas.effects import (
     Effect,
@@ -402,7 +403,7 @@ class Conductor:
             self._lose_server(replica)  # others may be waiting for it
         return [Log({"event": "ended", "replica": replica, "why": why})]
 
-    def happened(self, what: str, who: int, now: float) -> list[Effect]:
+    def happened(self, what: What, who: int, now: float) -> list[Effect]:
         """A replica `joined`, was `lost`, is `frozen`, is `back` or `left`; or it is a server: `server lost`, ..."""
         of_server = what.startswith("server ")
         kind = what.removeprefix("server ")

@@ -3,11 +3,12 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.exchanges import ExchangeOptions
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.effects import HowFar
 from shoal.replicas.orders import StepsDone
 from shoal.replicas.scores import Scores
@@ -17,6 +18,19 @@ from shoal.training.learning_rate import rate_at
 from shoal.training.learns import stopped_learning
 from shoal.training.listener import About
 from shoal.training.outcome import Measured
+
+
+def event_name(what: What) -> str:
+    """What `metrics.jsonl` calls something that happened to a replica or a server."""
+    return what.replace(" ", "_")
+
+
+HAPPENINGS = frozenset(map(event_name, get_args(What)))
+"""Events in `metrics.jsonl` that happened to a replica or a server."""
+TROUBLES = HAPPENINGS - {event_name("joined")}
+"""Of those, what a run that nothing disturbs does not have before its end."""
+EVENTS = HAPPENINGS | {"steps", "test", "warning", "ended"}
+"""All events that `metrics.jsonl` tells of."""
 
 MOST_LISTED = 32
 """Up to so many replicas a line of metrics lists each; of more it gives least, median and most: lines are many, and at
@@ -138,13 +152,13 @@ class Journal:
         }
         return line if tested.iou is None else {**line, "test_iou": tested.iou}
 
-    def event_line(self, what: str, who: int, counted: int, now: float) -> dict[str, Any]:
+    def event_line(self, what: What, who: int, counted: int, now: float) -> dict[str, Any]:
         """Something happened to a replica or a server."""
         since = now - self._made + self._past.wall_seconds
         self._events.append({"what": what, "who": who, "when": round(since, 3)})
         whose = "server" if what.startswith("server ") else "replica"
         seconds = self.seconds(now) if self.started else 0.0
-        return {"event": what.replace(" ", "_"), whose: who, "step": counted, "wall_seconds": seconds}
+        return {"event": event_name(what), whose: who, "step": counted, "wall_seconds": seconds}
 
     # For checkpoint and result
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.exchanging.compression import make_codec
+from shoal.replicas.journal import EVENTS
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of
@@ -246,6 +247,7 @@ def wait_for(condition: Callable[[], Any], run: Begun, seconds: float = 90.0) ->
 
 
 def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    assert event in EVENTS
     if not (folder / "metrics.jsonl").exists():
         return []
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]

@@ -23,7 +23,7 @@ from shoal.replicas.recorder import Recorder
 from shoal.training.listener import Listener
 from shoal.training.metrics import MetricsFile
 from shoal.training.run_folder import RunFolder
-from shoal.transport.links import LOOPBACK, connect
+from shoal.transport.links import JSON, LOOPBACK, connect
 from tests.replicas.runs import about_a_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -190,7 +190,7 @@ class Two:
         """It has."""
 
     def frozen(self) -> None:
-        hello = {"as": "pulse", "replica": 1, "rank": 0}
+        hello: dict[str, JSON] = {"as": "pulse", "replica": 1, "rank": 0}
         self._closing.callback(connect(self.meeting.address, self.meeting.token, hello, name="a silent pulse").close)
 
     def lost(self) -> None:

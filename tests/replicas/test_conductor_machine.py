@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shoal.config import TrainConfig
 from shoal.errors import DivergedError, MessageError, PeerError, StoppedError
 from shoal.exchanging import Tally
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.conductor import Conductor, Place
 from shoal.replicas.effects import Effect, HowFar, Log, Rest, Stepped, Suspect, WriteCheckpoint, WriteOwn, WriteResult
 from shoal.replicas.orders import (
@@ -129,7 +130,7 @@ class Run:
         assert len(set(effect.own.values())) <= 1
         assert (effect.replica in effect.own) == self.options.keeps_own
 
-    def tell(self, what: str, who: int) -> None:
+    def tell(self, what: What, who: int) -> None:
         self.carry_out(self.conductor.happened(what, who, self.now))
 
     def silence(self, replica: int, why: str, *, silent: bool) -> None:
