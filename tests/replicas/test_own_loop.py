@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.errors import ConfigError, RunError, ShoalError
 from shoal.exchanging.servers import shared_memory as shared
+from shoal.replicas.in_step import InStep
 from shoal.replicas.roll_call import Presence, replicas_of
 from tests.exchanging.together import batch, network, sgd
 from tests.replicas.own_loop_cases import OPTIMIZERS, in_groups, start_and_die
@@ -340,6 +341,19 @@ def test_replicas_in_step_with_unequal_batches_are_told_so_on_all_ranks(two: lis
     for (kind, problem, _), (done, steps, other, step) in zip(two[0][case], wanted, strict=True):
         assert kind == "RunError"
         assert f"{done} has finished after {steps} steps, and {other} takes its step {step}" in problem
+
+
+def test_news_of_a_finish_that_come_after_all_went_on_are_old() -> None:
+    steps = InStep("sync", 0, str, survives=False)
+    interrupted: list[str] = []
+    steps.go_on(after=1)
+    steps.hear({"finished": 1, "steps": 0, "round": 0}, lambda: interrupted.append("late"))
+    with steps.step(lambda: None):
+        pass
+    steps.hear({"finished": 1, "steps": 1, "round": 2}, lambda: interrupted.append("now"))
+    with pytest.raises(RunError, match="1 has finished after 1 steps"), steps.step(lambda: None):
+        pass
+    assert not interrupted
 
 
 @pytest.mark.parametrize("case", [case for case in TWO if case.startswith("lost:")])
