@@ -297,7 +297,11 @@ class Conductor:
             self._own.handed_in.add(replica)
 
     def _may_test(self, replica: int, order: MakeTest) -> bool:
-        """Whether it may test: one at a time, and one whose batch norm statistics are of half of the most steps."""
+        """Whether it may test: one at a time.
+
+        Only a replica that took at least half as many steps as the busiest may test: its batch norm statistics are
+        trained.
+        """
         if self._tests.under_way is not None:
             return False
         if self._own is not None and order.save and not self._own.complete(self._watch.active):

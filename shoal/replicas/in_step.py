@@ -82,7 +82,8 @@ class InStep:
         return RunError(
             f"{self._show(done)} has finished after {steps} steps, and {self._show(other)} takes its step {step}: with "
             f"{self._exchange!r} all replicas take the same steps.",
-            "Give all the same number of batches; or use an exchange that waits for nobody: downpour, dasgd, backup.",
+            "Give all the same number of batches; or use an exchange that does not wait for all of them, such as "
+            "downpour or backup.",
         )
 
     def _would_never_end(self) -> bool:

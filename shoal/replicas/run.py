@@ -127,7 +127,8 @@ def join_run(folder: Path) -> None:
     options = _options(config)
     if not options.takes_late:
         raise ConfigError(
-            f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one."
+            f"with {options.name} no replica can join later.",
+            "Start the run with an exchange that takes late replicas, such as downpour.",
         )
     each = config.workers // config.replicas
     threads = threads_each(config.threads, config.workers)
@@ -198,7 +199,9 @@ def _conducting(
             conducting.warn(checkpoint.own_state_is_missing(path, replica))
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
-            conducting.warn(f"{options.name} with {config.replicas} replicas has {told}; rates=given keeps yours.")
+            conducting.warn(
+                f"{options.name} with {config.replicas} replicas {told}; --exchange-options rates=given keeps yours."
+            )
         for warning in options.warnings(config.replicas, lr=rates.lr, momentum=rates.momentum):
             conducting.warn(warning)
         yield conducting

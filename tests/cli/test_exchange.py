@@ -586,7 +586,7 @@ def test_allreduce_takes_no_replica_late_ends_when_one_is_killed_and_can_go_on(
 
     printed = broken(tmp_path, [*mine, "--exchange-options", f"compress={compress}"], join_then_kill)
     assert refused[0].returncode == 2
-    assert "'allreduce' takes no replica late" in refused[0].stderr
+    assert "with allreduce no replica can join later." in refused[0].stderr
     assert "rank 1 was killed by signal SIGKILL" in printed[1]
     assert "go on with its batches" not in printed[0]
     goes_on_from_its_checkpoint(shoal, tmp_path / "run")
@@ -686,13 +686,13 @@ def test_rates_are_made_of_one_workers_and_told_of(shoal: Shoal, mine: list[str]
     run = shoal("train", *asynchronous, "--out", "own")
     assert run.returncode == 0, run.stderr
     told = " ".join(run.stdout.split())
-    assert "downpour with 2 replicas has lr 0.01 in the place of 0.02, momentum 0.8 in the place of 0.9" in told
+    assert "downpour with 2 replicas uses lr 0.01 instead of 0.02 and momentum 0.8 instead of 0.9" in told
     assert lines(tmp_path / "own", "steps")[0]["lr"] < 0.01
     run = shoal("train", *asynchronous, "--exchange-options", "rates=given", "--out", "given")
     assert run.returncode == 0, run.stderr
     assert "momentum 0.9 at the server" in run.stdout
     exact = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--out", "exact")
-    assert "in the place of" not in exact.stdout
+    assert "instead of" not in exact.stdout
 
 
 def test_a_loss_that_is_no_number_ends_the_run(shoal: Shoal, mine: list[str]) -> None:

@@ -66,7 +66,7 @@ class Terms:
         if not isinstance(terms, dict) or not {"sizes", "dtypes", "rule"} <= set(terms) <= set(
             cls.__dataclass_fields__
         ):
-            raise fields.refused("a replica did not say what the shard is that it wants to be held.")
+            raise fields.refused("a replica asked for a shard but did not give its sizes, dtypes and rule.")
         sizes, kinds = fields.integers(terms, "sizes"), terms.get("dtypes")
         if not isinstance(kinds, list) or len(kinds) != len(sizes) or not all(kind in DTYPES for kind in kinds):
             raise fields.refused("the dtypes of a shard are not those of its tensors.")
@@ -467,7 +467,10 @@ class LocalShard:
             if self._shard.ready:
                 return self._shard.version
             pause.wait(0.01)
-        raise PeerError("nobody gave the shared weights their first values.", "Look at what the first replica did.")
+        raise PeerError(
+            f"no replica put first weights into shared memory within {self._timeout:g} seconds.",
+            "Read replica 0's messages.",
+        )
 
     def ask(self, push: Push | None, *, fetch: bool, at_least: int = 0) -> None:  # noqa: ARG002  (of the protocol)
         self._push = push
