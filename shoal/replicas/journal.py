@@ -17,6 +17,7 @@ from shoal.training.evaluate import Evaluation
 from shoal.training.learning_rate import rate_at
 from shoal.training.learns import stopped_learning
 from shoal.training.listener import About
+from shoal.training.metrics import line_of_steps, line_of_test
 from shoal.training.outcome import Measured
 
 
@@ -118,13 +119,15 @@ class Journal:
         waits = {number: round(score.tally.wait_seconds, 3) for number, score in scores}
         seconds, steps = now - self._logged_at, counted - self._logged
         line = {
-            "event": "steps",
-            "epoch": min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
-            "step": counted,
-            "loss": statistics.fmean(self._losses) if self._losses else None,
-            "lr": self.rate(min(counted, self.total - 1)),
-            "samples_per_sec": steps * self._samples_per_batch / max(seconds, 1e-9),
-            "step_time_ms": 1000 * seconds / max(steps, 1),
+            **line_of_steps(
+                epoch=min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
+                step=counted,
+                loss=statistics.fmean(self._losses) if self._losses else None,
+                lr=self.rate(min(counted, self.total - 1)),
+                steps=steps,
+                seconds=seconds,
+                batch=self._samples_per_batch,
+            ),
             "replicas": len(active),
             "active": list(active) if len(active) <= MOST_LISTED else None,
             "dropped": scores.total("dropped"),
@@ -141,16 +144,7 @@ class Journal:
 
     def test_line(self, replica: int, tested: Evaluation, epoch: int, step: int, now: float) -> dict[str, Any]:
         """A replica tested the weights of `step`."""
-        line = {
-            "event": "test",
-            "epoch": epoch,
-            "step": step,
-            "replica": replica,
-            "test_loss": tested.loss,
-            "test_accuracy": tested.accuracy,
-            "wall_seconds": self.seconds(now),
-        }
-        return line if tested.iou is None else {**line, "test_iou": tested.iou}
+        return {**line_of_test(tested, epoch=epoch, step=step, wall_seconds=self.seconds(now)), "replica": replica}
 
     def event_line(self, what: What, who: int, counted: int, now: float) -> dict[str, Any]:
         """Something happened to a replica or a server."""

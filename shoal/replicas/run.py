@@ -251,11 +251,7 @@ def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
             f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
             "The batches that are done would be others: give the options that decide it (backups) as before.",
         )
-    if folder.result.exists() and content["position"]["epoch"] >= config.epochs:
-        raise CheckpointError(
-            f"--resume {str(folder.path)!r}: that run has finished its {config.epochs} epochs.",
-            f"Ask for more with --epochs {config.epochs + 5}, or start another run.",
-        )
+    folder.check_unfinished(content["position"]["epoch"], config.epochs)
     return content
 
 

@@ -29,7 +29,7 @@ from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
 from shoal.training.learns import stopped_learning
 from shoal.training.listener import About, Listener
-from shoal.training.metrics import MetricsFile, lines_are_missing
+from shoal.training.metrics import MetricsFile, line_of_steps, line_of_test, lines_are_missing
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import Measured, describe, result_of
 from shoal.training.run_folder import RunFolder
@@ -144,16 +144,16 @@ class Run:
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
                 f"Lower the rate (--lr, now {config.lr}), add --warmup, or look for bad values in the data.",
             )
-        self._write(
-            metrics,
-            event="steps",
+        line = line_of_steps(
             epoch=progress.position.epoch + 1,
             step=progress.steps,
             loss=loss,
             lr=rate,
-            samples_per_sec=count * config.batch / seconds,
-            step_time_ms=1000 * seconds / count,
+            steps=count,
+            seconds=seconds,
+            batch=config.batch,
         )
+        self._write(metrics, **line)
 
     def _over_ranks(self, value: Tensor) -> float:
         return sum(number for (number,) in self.job.network.gather([value.item()]))
@@ -164,16 +164,8 @@ class Run:
 
     def _test(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         tested = self._evaluate(metrics, stop)
-        self._write(
-            metrics,
-            event="test",
-            epoch=self.progress.position.epoch + 1,
-            step=self.progress.steps,
-            test_loss=tested.loss,
-            test_accuracy=tested.accuracy,
-            wall_seconds=time.perf_counter() - self._begun,
-            **({} if tested.iou is None else {"test_iou": tested.iou}),
-        )
+        epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
+        self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
         return tested
 
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:

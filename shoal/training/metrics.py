@@ -5,7 +5,37 @@ import json
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+from shoal.training.evaluate import Evaluation
+
+
+def line_of_steps(
+    *, epoch: int, step: int, loss: float | None, lr: float, steps: int, seconds: float, batch: int
+) -> dict[str, Any]:
+    """The line about the `steps` until `step`, which took so many seconds, with `batch` samples each."""
+    return {
+        "event": "steps",
+        "epoch": epoch,
+        "step": step,
+        "loss": loss,
+        "lr": lr,
+        "samples_per_sec": steps * batch / max(seconds, 1e-9),
+        "step_time_ms": 1000 * seconds / max(steps, 1),
+    }
+
+
+def line_of_test(tested: Evaluation, *, epoch: int, step: int, wall_seconds: float) -> dict[str, Any]:
+    """The line about a test of the weights of `step`."""
+    line = {
+        "event": "test",
+        "epoch": epoch,
+        "step": step,
+        "test_loss": tested.loss,
+        "test_accuracy": tested.accuracy,
+        "wall_seconds": wall_seconds,
+    }
+    return line if tested.iou is None else {**line, "test_iou": tested.iou}
 
 
 class MetricsFile:

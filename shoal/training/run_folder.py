@@ -111,6 +111,14 @@ class RunFolder:
             )
         return folder
 
+    def check_unfinished(self, done: int, epochs: int) -> None:
+        """A `CheckpointError` where the run has its result and no more epochs than those done are asked for."""
+        if self.result.exists() and done >= epochs:
+            raise CheckpointError(
+                f"--resume {str(self.path)!r}: that run has finished its {done} epochs.",
+                f"Ask for more with --epochs {done + 5}, or start another run.",
+            )
+
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """While a file of the run is written: a `RunError` with the way out where that fails, as on a full disk."""
