@@ -59,10 +59,12 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
     model      a module of one's own: then every rank is a replica. Or what `shoal.parallelize(..., group=...)` gave on
                this rank: then the ranks of each group are one replica, and all groups together are all ranks. Replicas
                count by their lowest rank
-    optimizer  of the model's parameters. Where replicas make all steps themselves (`allreduce`; `downpour` with
-               rule="add" or n_sync over 1; `dasgd`, unless momentum is at the server or n_sync 1) any one, with any
-               groups. Where servers step (`sync`, `backup`, `downpour` and `dasgd` otherwise) torch.optim.SGD, whose
-               rate, momentum and weight decay, the same in all groups, are taken over; its own `step` is not called
+    optimizer  of the model's parameters. Where replicas make all steps themselves (`allreduce`, `easgd`, `admm`,
+               `gossip`, `local`; `downpour` with rule="add" or n_sync over 1; `dasgd`, unless momentum is at the
+               server or n_sync 1) any one, with any groups. Where servers step (`sync`, `backup`, `softsync`,
+               `hogwild`, `downpour` and `dasgd` otherwise) torch.optim.SGD, whose rate, momentum and weight decay, the
+               same in all groups, are taken over; its own `step` is not called. With rule="adagrad", which has no
+               momentum, also torch.optim.Adagrad
     name, options  as for `--exchange` and `--exchange-options`, but for `warm_start`: who trains first, the loop says
 
     What the optimizer trains is exchanged, and begins everywhere as replica 0 has it. Frozen parameters must be the

@@ -150,7 +150,7 @@ def test_a_server_checks_what_it_is_to_hold(server: Server, hello: dict[str, Any
 
 
 PUSH: dict[str, Any] = {
-    "op": "exchange",
+    "op": "speak",
     "kind": "gradient",
     "base": 0,
     "rate": 0.1,

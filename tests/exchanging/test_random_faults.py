@@ -25,7 +25,7 @@ def test_a_run_goes_on_or_says_who_was_lost(mode: str) -> None:
 def test_files_that_are_not_whole_are_found(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n')
     torch.save({"own": {0: 7}}, tmp_path / "checkpoint.pt")
-    torch.save({"ranks": [b""]}, tmp_path / "replica-0-7.pt")
+    torch.save({"ranks": [b"1"]}, tmp_path / "replica-0-7.pt")
     assert what_is_not_whole(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n{"eve')
     (tmp_path / "replica-0-7.pt").write_bytes(b"")

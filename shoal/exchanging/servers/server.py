@@ -272,7 +272,7 @@ class _Desk:
 
     def answer(self, head: Mapping[str, Any]) -> None:
         shard, link = self._held.shard, self._link
-        match fields.text(head, "op", ("begin", "wait", "exchange", "snapshot")):
+        match fields.text(head, "op", ("begin", "wait", "speak", "snapshot")):
             case "begin":
                 states = fields.integer(head, "slots", most=shard.policy.rule.states)
                 count = len(shard.weights)
@@ -286,7 +286,7 @@ class _Desk:
             case "wait":
                 self._held.begun.wait()
                 link.send({"version": shard.version})
-            case "exchange":
+            case "speak":
                 self._push_and_fetch(head)
             case "snapshot":
                 taken = shard.snapshot()
@@ -524,7 +524,7 @@ class RemoteShard:
         return int(self._link.receive().head["version"])
 
     def ask(self, push: Push | None, *, fetch: bool, at_least: int = 0) -> None:
-        head: dict[str, Any] = {"op": "exchange", "kind": None, "sparse": None, "at_least": at_least, "fetch": fetch}
+        head: dict[str, Any] = {"op": "speak", "kind": None, "sparse": None, "at_least": at_least, "fetch": fetch}
         if push is None:
             self._link.send(head)
             return
