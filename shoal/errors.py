@@ -16,6 +16,7 @@
         │   ├── SilentError              another rank that does not answer: frozen, or busy with something else
         │   └── MessageError             another rank said something that has no meaning here
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
+            └── LeftError       exit 0   one replica of several, asked to stop, left in good order; the others go on
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
 as one message and exits with the class's code; a traceback is shown only for our own bugs.
@@ -111,6 +112,12 @@ class StoppedError(RunError):
     """Stopped by the user; a checkpoint was left."""
 
     exit_code = 130
+
+
+class LeftError(StoppedError):
+    """One replica of several was asked to stop and left in good order; the others go on."""
+
+    exit_code = 0
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:

@@ -42,15 +42,21 @@ class Rates(NamedTuple):
     climb: int = 0
 
     def told(self, given: "Rates") -> str | None:
-        """For people: what became of the rates that were given; None where nothing did."""
+        """For people: what an exchange does with the rates that were given; None where it takes them as they are.
+
+        >>> Rates(0.025, 0.8, 100).told(Rates(0.05, 0.9))
+        "uses lr 0.025 instead of 0.05 and momentum 0.8 instead of 0.9, and raises the rate over each replica's first \
+100 batches"
+        """
         changes = [
-            f"{name} {now:g} in the place of {before:g}"
+            f"{name} {now:g} instead of {before:g}"
             for name, now, before in (("lr", self.lr, given.lr), ("momentum", self.momentum, given.momentum))
             if now != before
         ]
+        done = [f"uses {' and '.join(changes)}"] if changes else []
         if self.climb:
-            changes.append(f"a climb over each replica's first {self.climb} batches")
-        return ", ".join(changes) or None
+            done.append(f"raises the rate over each replica's first {self.climb} batches")
+        return ", and ".join(done) or None
 
 
 class ExchangeOptions(BaseModel):

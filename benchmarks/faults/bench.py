@@ -2,8 +2,10 @@
 
     python -m benchmarks.faults.bench --kills 300 --stops 300 [--seed 0] [--only downpour]
 
-Each run is `shoal train` in a process of its own, with three replicas and a heartbeat of half a second. A strike is a
-SIGKILL or a SIGSTOP of one process that trains, at a moment drawn between two lines of metrics. What must follow:
+Each run is `shoal train` in a process of its own, with three replicas (in groups: two of two ranks) and a heartbeat of
+half a second. A strike is a SIGKILL or a SIGSTOP of one process that trains, at a moment drawn between two lines of
+metrics; in every second run of a mode tests and checkpoints happen all the time, so that strikes hit them too. What
+must follow:
 
     survives      the others count new batches within the heartbeat and a margin, the run says who was lost or frozen;
                   one that is woken (SIGCONT) trains again
@@ -21,36 +23,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from benchmarks.faults.files import what_is_not_whole
 
 HEARTBEAT = 0.5
 MARGIN = 10.0
 """Seconds on top of the heartbeat in which somebody must count a batch: two busy cores."""
 START_SECONDS = 60.0
-REPLICAS = 3
-MODES: dict[str, tuple[str, bool]] = {
-    "downpour direct": ("downpour:servers=direct,shards=4", True),
-    "downpour processes": ("downpour:servers=processes,shards=2", True),
-    "downpour period": ("downpour:n_sync=4", True),
-    "dasgd direct": ("dasgd:servers=direct", True),
-    "dasgd processes": ("dasgd:servers=processes", True),
-    "softsync": ("softsync:", True),
-    "hogwild": ("hogwild:", True),
-    "easgd": ("easgd:", True),
-    "admm": ("admm:shards=2", True),
-    "gossip": ("gossip:", True),
-    "local": ("local:shards=2", True),
-    "average once": ("local:average=once", True),
-    "backup": ("backup:backups=1,shards=2", True),
-    "sync": ("sync:shards=2", False),
-    "allreduce": ("allreduce:", False),
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is struck."""
+
+    exchange: str
+    options: str = ""
+    survives: bool = True
+    """Whether training goes on without a replica."""
+    replicas: int = 3
+    ranks: int = 1
+    """Of each replica."""
+
+
+MODES: dict[str, Mode] = {
+    "downpour direct": Mode("downpour", "servers=direct,shards=4"),
+    "downpour processes": Mode("downpour", "servers=processes,shards=2"),
+    "downpour threads": Mode("downpour", "servers=threads", survives=False),
+    "downpour period": Mode("downpour", "n_sync=4"),
+    "downpour overlap": Mode("downpour", "overlap=true"),
+    "downpour int8": Mode("downpour", "compress=int8,servers=processes"),
+    "downpour groups": Mode("downpour", "servers=processes", replicas=2, ranks=2),
+    "dasgd direct": Mode("dasgd", "servers=direct"),
+    "dasgd processes": Mode("dasgd", "servers=processes"),
+    "softsync": Mode("softsync"),
+    "hogwild": Mode("hogwild"),
+    "easgd": Mode("easgd"),
+    "admm": Mode("admm", "shards=2"),
+    "gossip": Mode("gossip"),
+    "local": Mode("local", "shards=2"),
+    "average once": Mode("local", "average=once"),
+    "backup": Mode("backup", "backups=1,shards=2"),
+    "sync": Mode("sync", "shards=2", survives=False),
+    "allreduce": Mode("allreduce", survives=False),
 }
-"""Exchange and options, and whether training goes on without a replica."""
 NET = """
 from torch import nn
 
@@ -64,6 +86,7 @@ def net(input, classes):
 class Score:
     """What became of the strikes in one mode."""
 
+    runs: int = 0
     kills: int = 0
     stops: int = 0
     longest: float = 0.0
@@ -74,59 +97,90 @@ class Score:
 
     def row(self, mode: str) -> str:
         """Of the table."""
-        return f"{mode:20} {self.kills:6} {self.stops:6} {self.longest:8.2f} s   {'; '.join(self.wrong) or 'all well'}"
+        what = "; ".join(self.wrong) or "all well"
+        return f"{mode:20} {self.runs:5} {self.kills:6} {self.stops:6} {self.longest:11.2f} s   {what}"
 
 
 class Run:
-    """One `shoal train`, with its folder."""
+    """One `shoal train`, with its folder. `saving`: tests and checkpoints happen all the time."""
 
-    def __init__(self, folder: Path, options: str) -> None:
-        self.out = folder / "run"
-        name, _, settings = options.partition(":")
+    def __init__(self, folder: Path, mode: Mode, *, saving: bool) -> None:
+        self.out, self.mode = folder / "run", mode
         (folder / "mine.py").write_text(NET)
-        together = ",".join(filter(None, [settings, f"heartbeat={HEARTBEAT}"]))
+        together = ",".join(filter(None, [mode.options, f"heartbeat={HEARTBEAT}"]))
+        every = "1" if saving else "100000"
         command = [sys.executable, "-m", "shoal", "train", "--model", "mine:net", "--data", "digits", "--batch", "24"]
-        command += ["--replicas", str(REPLICAS), "--exchange", name, "--exchange-options", together, "--lr", "0.001"]
-        command += ["--epochs", "100000", "--eval-every", "100000", "--checkpoint-every", "100000", "--log-every", "1"]
+        command += ["--replicas", str(mode.replicas), "--workers", str(mode.replicas * mode.ranks), "--plan", "data"]
+        command += ["--exchange", mode.exchange, "--exchange-options", together, "--lr", "0.001", "--log-every", "1"]
+        command += ["--epochs", "100000", "--eval-every", every, "--checkpoint-every", every]
         command += ["--threads", "1", "--timeout", "60", "--out", str(self.out)]
         self.printed = (folder / "printed").open("w+")
         self.process = subprocess.Popen(command, cwd=folder, stdout=self.printed, stderr=subprocess.STDOUT)
         self.family: set[psutil.Process] = set()
+        self.ranks: list[psutil.Process] = []
+        """Of all replicas, as they were started."""
         self.shared: Path | None = None
         """Its folder of shared memory."""
 
-    def replicas(self) -> list[psutil.Process]:
-        """The processes that train and live."""
+    def begin(self) -> bool:
+        """Wait until all replicas train."""
+        if self.wait_for_batches(5, START_SECONDS) is None:
+            return False
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
             self.family.update(children)
-            return [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
-        return []
-
-    def find_shared(self) -> None:
-        """Where it shares memory, if it does."""
+            ranks = [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
+            self.ranks = sorted(ranks, key=lambda child: (child.create_time(), child.pid))
         shared = json.loads((self.out / "meeting.json").read_text())["shared"]
         self.shared = None if shared is None else Path(shared)
+        return len(self.ranks) == self.mode.replicas * self.mode.ranks
 
-    def counted(self) -> int:
-        """Batches so far."""
+    def replicas(self) -> list[int]:
+        """Those of which every process lives."""
+        each = self.mode.ranks
+        lives = [rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in self.ranks]
+        return [number for number in range(self.mode.replicas) if all(lives[number * each : (number + 1) * each])]
+
+    def rank_of(self, replica: int, draw: random.Random) -> psutil.Process:
+        """One of its processes."""
+        return self.ranks[replica * self.mode.ranks + draw.randrange(self.mode.ranks)]
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """Of metrics, so far."""
         try:
             whole = (self.out / "metrics.jsonl").read_text().rpartition("\n")[0]
         except FileNotFoundError:
-            return 0
-        steps = [line["step"] for line in map(json.loads, whole.splitlines()) if line["event"] == "steps"]
-        return max(steps, default=0)
+            return []
+        return [line for line in map(json.loads, whole.splitlines()) if line["event"] == event]
+
+    def counted(self) -> int:
+        """Batches so far."""
+        return max((line["step"] for line in self.lines("steps")), default=0)
 
     def wait_for_batches(self, more: int, seconds: float) -> float | None:
         """Seconds until so many more batches are counted; None if they were not."""
-        before, begun = self.counted(), time.monotonic()
+        before = self.counted()
+        return self.wait_until(lambda: self.counted() >= before + more, seconds)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> float | None:
+        """Seconds until it holds; None if it does not, or the run ends."""
+        begun = time.monotonic()
         while time.monotonic() - begun < seconds:
-            if self.counted() >= before + more:
+            if condition():
                 return time.monotonic() - begun
             if self.process.poll() is not None:
                 return None
             time.sleep(0.05)
         return None
+
+    def tells(self, replica: int, before: int, *events: str) -> bool:
+        """Whether it says that one of these happened to a replica, of which `before` lines told already."""
+        seconds = HEARTBEAT + MARGIN
+        return self.wait_until(lambda: self.told_of(replica, *events) > before, seconds) is not None
+
+    def told_of(self, replica: int, *events: str) -> int:
+        """Lines that say that one of these happened to a replica."""
+        return sum(line["replica"] == replica for event in events for line in self.lines(event))
 
     def said(self) -> str:
         """What the run printed."""
@@ -135,8 +189,8 @@ class Run:
 
     def end(self) -> list[str]:
         """Stop it as a user does; what is wrong with what it leaves."""
-        self.replicas()
-        if self.process.poll() is None:
+        goes_on = self.process.poll() is None
+        if goes_on:
             self.process.send_signal(signal.SIGINT)
         wrong = []
         try:
@@ -153,34 +207,41 @@ class Run:
             wrong.append(f"{len(alive)} processes left")
         if self.shared is not None and self.shared.exists():
             wrong.append(f"shared memory left: {self.shared.name}")
+        if goes_on and not wrong and not (self.out / "checkpoint.pt").exists():
+            wrong.append("was stopped and left no checkpoint")
         self.printed.close()
-        return wrong
+        return [*wrong, *what_is_not_whole(self.out)]
 
 
-def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score) -> None:
+def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score, *, saving: bool) -> None:
     """One run: all its stops, then one kill."""
-    options, survives = MODES[mode]
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), options)
+        run = Run(Path(folder), MODES[mode], saving=saving)
+        score.runs += 1
         try:
-            if run.wait_for_batches(5, START_SECONDS) is None or len(run.replicas()) < REPLICAS:
+            if not run.begin():
                 score.wrong.append(f"did not begin: {run.said()[-200:]}")
                 score.unbegun += 1
                 return
-            run.find_shared()
             for _ in range(stops):
-                _freeze(run, draw, score, survives=survives)
+                _freeze(run, draw, score)
                 if run.process.poll() is not None:
                     score.wrong.append(f"ended after a stop: {run.said()[-200:]}")
                     return
             if kills:
-                _kill(run, draw, score, survives=survives)
+                _kill(run, draw, score)
         finally:
             score.wrong += run.end()
 
 
-def _freeze(run: Run, draw: random.Random, score: Score, *, survives: bool) -> None:
-    victim = draw.choice(run.replicas())
+def _freeze(run: Run, draw: random.Random, score: Score) -> None:
+    """Of a run that goes on without a replica, never the last one."""
+    alive = run.replicas()
+    if len(alive) < 2:
+        return
+    replica = draw.choice(alive)
+    victim = run.rank_of(replica, draw)
+    told = run.told_of(replica, "frozen", "lost")
     time.sleep(draw.random() * 0.2)
     try:
         victim.send_signal(signal.SIGSTOP)
@@ -188,40 +249,49 @@ def _freeze(run: Run, draw: random.Random, score: Score, *, survives: bool) -> N
         score.wrong.append("a replica was gone before it was stopped")
         return
     score.stops += 1
-    if survives:
-        took = run.wait_for_batches(3, HEARTBEAT + MARGIN)
-        if took is None:
-            score.wrong.append(f"nothing was counted after a stop of {victim.pid}")
-        score.longest = max(score.longest, took or HEARTBEAT + MARGIN)
+    if run.mode.survives:
+        _goes_on(run, score, f"a stop of replica {replica}")
     else:
         time.sleep(2 * HEARTBEAT)
+    if not run.tells(replica, told, "frozen", "lost"):
+        score.wrong.append(f"does not say that replica {replica} is frozen")
+    back = run.told_of(replica, "back", "lost")
     with suppress(psutil.NoSuchProcess):  # one that was stopped inside an update of shared weights is killed
         victim.send_signal(signal.SIGCONT)
+    if replica in run.replicas() and not run.tells(replica, back, "back", "lost"):
+        score.wrong.append(f"does not say that replica {replica} is back")
     if run.wait_for_batches(3, HEARTBEAT + MARGIN) is None and run.process.poll() is None:
         score.wrong.append("nothing was counted after a replica was woken")
 
 
-def _kill(run: Run, draw: random.Random, score: Score, *, survives: bool) -> None:
+def _kill(run: Run, draw: random.Random, score: Score) -> None:
     alive = run.replicas()
-    if not alive:
+    if len(alive) < 2:
         return
+    replica = draw.choice(alive)
     time.sleep(draw.random() * 0.2)
     with suppress(psutil.NoSuchProcess):
-        draw.choice(alive).kill()
+        run.rank_of(replica, draw).kill()
     score.kills += 1
-    if survives and len(alive) > 1:
-        took = run.wait_for_batches(3, HEARTBEAT + MARGIN)
-        if took is None:
-            score.wrong.append(f"nothing was counted after a kill: {run.said()[-200:]}")
-        score.longest = max(score.longest, took or HEARTBEAT + MARGIN)
-    elif not survives:
-        try:
-            run.process.wait(HEARTBEAT + MARGIN)
-        except subprocess.TimeoutExpired:
-            score.wrong.append("did not end after a kill")
-            return
-        if "replica" not in run.said() and "rank" not in run.said():
-            score.wrong.append(f"does not say who was lost: {run.said()[-200:]}")
+    if run.mode.survives:
+        _goes_on(run, score, f"a kill of replica {replica}")
+        if not run.tells(replica, 0, "lost") or f"replica {replica} was lost" not in run.said():
+            score.wrong.append(f"does not say that replica {replica} was lost")
+        return
+    try:
+        run.process.wait(HEARTBEAT + MARGIN)
+    except subprocess.TimeoutExpired:
+        score.wrong.append("did not end after a kill")
+        return
+    if not any(f"{word} {replica}" in run.said() for word in ("replica", "rank", "server")):
+        score.wrong.append(f"does not say that replica {replica} was lost: {run.said()[-200:]}")
+
+
+def _goes_on(run: Run, score: Score, after: str) -> None:
+    took = run.wait_for_batches(3, HEARTBEAT + MARGIN)
+    if took is None:
+        score.wrong.append(f"nothing was counted after {after}: {run.said()[-200:]}")
+    score.longest = max(score.longest, took or HEARTBEAT + MARGIN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,10 +312,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (kills >= args.kills and stops >= args.stops) or scores[mode].unbegun > 2:
             break
         per_run = max(1, round(args.stops / max(args.kills, 1)))
-        strike(mode, min(1, args.kills - kills), min(per_run, args.stops - stops), draw, scores[mode])
+        saving = scores[mode].runs % 2 == 1
+        strike(mode, min(1, args.kills - kills), min(per_run, args.stops - stops), draw, scores[mode], saving=saving)
         number += 1
         print(f"\r{kills} kills and {stops} stops so far", end="", file=sys.stderr)
-    print(f"\n{'mode':20} {'kills':>6} {'stops':>6} {'longest':>8}")
+    print(f"\n{'mode':20} {'runs':>5} {'kills':>6} {'stops':>6} {'longest stall':>13}")
     for mode, score in scores.items():
         print(score.row(mode))
     return sum(bool(score.wrong) for score in scores.values())

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.common.hosts import Host, two_hosts
 from benchmarks.strangers.ports import Port, ports_of, tree
+from shoal.replicas.journal import TROUBLES
 
 FILES = 1024
 START_SECONDS = 120.0
@@ -37,7 +38,6 @@ TRAINING = [
     *("--epochs", "4000", "--eval-every", "1000", "--checkpoint-every", "1000", "--replicas", "2"),
 ]
 HERE = Host("127.0.0.1")
-TROUBLES = {"lost", "frozen", "back", "left", "server lost", "server frozen", "server back"}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import NoReturn
 import click
 
 from shoal._version import __version__
-from shoal.errors import ConfigError, DivergedError, InputError, ShoalError, StoppedError, suggestion
+from shoal.errors import ConfigError, DivergedError, InputError, LeftError, ShoalError, StoppedError, suggestion
 from shoal.machine import ask_for_huge_pages
 
 COMMANDS = {
@@ -59,7 +59,7 @@ def shoal() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line. Exit 0: done; 1: a run failed; 2: bad input; 130: interrupted."""
+    """Run the command line. Exit 0: done, or left to others; 1: a run failed; 2: bad input; 130: interrupted."""
     ask_for_huge_pages()
     try:
         shoal.main(prog_name="shoal", standalone_mode=False)
@@ -77,6 +77,8 @@ def main() -> NoReturn:
 def _told(error: BaseException) -> tuple[str, int]:
     """The message for people and the exit code; our own bugs are raised again, with their traceback."""
     match error:
+        case LeftError():
+            return f"shoal: {error.problem}", error.exit_code
         case ShoalError():
             remote = f"\n{error.__cause__}" if type(error.__cause__).__name__ == "RemoteError" else ""
             return f"shoal: {error}{remote}", error.exit_code
@@ -95,8 +97,9 @@ def _told(error: BaseException) -> tuple[str, int]:
 def _end_as_rank(error: BaseException) -> None:
     """Where torchrun or srun started this process beside others, end it so that people read the cause first.
 
-    What all ranks found alike rank 0 tells; a rank's own failure that rank tells at once; a rank that merely lost
-    another waits a moment and says no more than that.
+    What all ranks found alike rank 0 tells; a rank whose replica left the others in good order says so and has not
+    failed, so that nobody ends the others because of it; a rank's own failure that rank tells at once; a rank that
+    merely lost another waits a moment and says no more than that.
     """
     from shoal import launching  # only now: `shoal --help` need not load it
 
@@ -108,7 +111,9 @@ def _end_as_rank(error: BaseException) -> None:
         return
     failure = launching.Failure.of(error, world.rank)
     text, code = "", 1
-    if isinstance(error, _ALIKE):
+    if isinstance(error, LeftError):
+        text, code = _told(error)
+    elif isinstance(error, _ALIKE):
         text, code = _told(error)
         text = text if world.rank == 0 else ""
     elif failure.is_cause:

@@ -7,7 +7,7 @@ Gives up    replicas differ from z (measured as `spread`). On other problems the
 Costs       every `period` steps a copy of the weights each way; in each replica three more copies of the weights
             (multipliers, z, what is sent), at the servers one for each replica.
 Failure     a replica that dies or freezes no longer counts, and nobody waits for it; what it did since its last
-            exchange is lost with it, though its batches count. A server that dies ends the run.
+            push is lost with it, though its batches count. A server that dies ends the run.
 
 Replica i takes steps on f_i(x) + <u, x - z> + rho/2 |x - z|^2; then u += rho (x - z), it sends x + u / rho, and gets
 z (after Zhang & Kwok 2014).
@@ -40,7 +40,7 @@ class Options(Kind):
     rho: float = Field(default=0.1, gt=0)
     """How strongly a replica is tied to the common solution."""
     period: int = Field(default=4, gt=0)
-    """Steps that a replica takes on its own problem between two exchanges."""
+    """Steps that a replica takes on its own problem between two pushes."""
     least: int = Field(default=1, gt=0)
     """Replicas that must have sent something for the common solution to be renewed (S). 1: nobody waits."""
     delay: int = Field(default=0, ge=0)

@@ -112,8 +112,9 @@ class Backup(Downpour):
         self._take_version()
 
     def _take_version(self) -> None:
-        """What was fetched may be an update apart in different shards: a ticket for the older version is given only if
-        there is no newer one. A rank that speaks for nothing has no version.
+        """Shards may be one update apart; the oldest version is the one this replica asks a ticket for.
+
+        A rank that speaks for nothing has no version.
         """
         oldest = min(self._versions, default=math.inf)
         self._version = int(min(row[0] for row in self.replica.transport.gather_numbers([oldest])))

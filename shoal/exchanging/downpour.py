@@ -50,6 +50,9 @@ SPREAD_EVERY = 50
 ALONE = 8
 """After so many pushes in a row without an update by others a replica takes itself for the only one. It begins so."""
 
+_STEP_BY_ITSELF = "give rule='add', with which every replica steps by itself and pushes how far it came"
+"""The way out where servers cannot step as an optimizer does."""
+
 
 class Options(Compressing, Served):
     """Asynchronous parameter servers: whoever has a gradient pushes it, nobody waits (Dean et al. 2012)."""
@@ -108,16 +111,26 @@ class Options(Compressing, Served):
         return momentum_adds_up(replicas, lr, momentum) if adds_up else []
 
     def taken_over(self, optimizer: Optimizer) -> Mapping[str, float] | None:
-        """Weight decay, and with rule=sgd momentum; nothing with rule=add."""
+        """Weight decay, and with rule=sgd momentum; nothing with rule=add. Momentum is refused with rule=adagrad."""
+        settings = self._settings(optimizer)
+        if settings is not None and self.server_rule == "adagrad" and settings["momentum"]:
+            raise ConfigError(
+                "here servers step in the place of the optimizer, as Adagrad, and cannot do "
+                f"momentum={settings['momentum']:g} of {type(optimizer).__name__}.",
+                f"Give momentum=0, or torch.optim.Adagrad; or, to keep it, {_STEP_BY_ITSELF}.",
+            )
+        return settings
+
+    def _settings(self, optimizer: Optimizer) -> Mapping[str, float] | None:
+        """The same; of shoal train's SGD, whose momentum adagrad leaves out after a warning."""
         if self.server_rule == "add":
             return None
-        way_out = "give rule='add', with which every replica steps by itself and pushes how far it came"
-        return taken_over(optimizer, way_out, adagrad=self.server_rule == "adagrad")
+        return taken_over(optimizer, _STEP_BY_ITSELF, adagrad=self.server_rule == "adagrad")
 
     def join(self, replica: Replica, seat: Seat, number: int) -> "Downpour":
         """Servers take momentum and weight decay of the optimizer over, unless replicas make all steps themselves."""
         rule = self.server_rule
-        settings = self.taken_over(replica.optimizer) or {"momentum": 0.0, "weight_decay": 0.0}
+        settings = self._settings(replica.optimizer) or {"momentum": 0.0, "weight_decay": 0.0}
         at_server = settings["momentum"] if rule == "sgd" else 0.0
         terms = {
             "rule": rule,

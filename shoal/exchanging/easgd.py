@@ -1,12 +1,12 @@
 """`easgd`: elastic averaging. Replicas train on their own, each tied to a common centre (Zhang et al. 2015).
 
-Keeps       an exchange takes from a replica what it gives to the centre: their sum stays, to rounding. The centre is
-            what is tested and saved. One replica with `moving_rate` 0 is plain SGD, bit for bit.
+Keeps       a push and fetch takes from a replica what it gives to the centre: their sum stays, to rounding. The centre
+            is what is tested and saved. One replica with `moving_rate` 0 is plain SGD, bit for bit.
 Gives up    replicas differ from each other and from the centre (measured as `spread`). The running statistics of
             batch norm that a test uses are those of the replica that tests.
 Costs       every `period` steps a copy of the weights to the centre and one of the difference back, or on one host a
             pass over shared memory; one more copy of the weights in each replica.
-Failure     a replica that dies or freezes is missed by nobody; what it did since its last exchange is lost with it,
+Failure     a replica that dies or freezes is missed by nobody; what it did since its last push is lost with it,
             though its batches count. A server that dies ends the run, which can be resumed from its last checkpoint.
 
 Every `period` steps d = a (x - z), x -= d, z += d, where a = `moving_rate` / replicas. With momentum in the replica's
@@ -38,9 +38,9 @@ class Options(Kind):
     counts_received = True
 
     period: int = Field(default=4, gt=0)
-    """Steps from one exchange with the centre to the next (tau)."""
+    """Steps from one push and fetch to the next (tau)."""
     moving_rate: float = Field(default=0.9, ge=0, le=1)
-    """How far the centre goes towards the replicas when each has exchanged once (beta): one exchange goes
+    """How far the centre goes towards the replicas when each has pushed once (beta): one push goes
     moving_rate / replicas of the way."""
     servers: Servers = "auto"
     """Where the centre is: direct (shared memory of one host), processes, threads (in the replicas)."""

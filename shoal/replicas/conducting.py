@@ -7,7 +7,8 @@ Files are written outside the lock, while other replicas ask.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +29,9 @@ from shoal.replicas.effects import (
     Suspect,
     Told,
     WriteCheckpoint,
+    WriteOwn,
 )
-from shoal.replicas.orders import Noted, order_head, read_question
+from shoal.replicas.orders import NextBatch, Noted, Stop, order_head, read_question
 from shoal.replicas.recorder import Recorder
 from shoal.result import RunResult
 from shoal.training.listener import About, Listener
@@ -156,12 +158,17 @@ class Conducting:
         except MessageError as error:  # only this replica is lost, not the run
             self.lost(member.replica, error.problem)
             return order_head(Noted()), []
-        self._write(for_files, frame.buffers)
-        return order_head(order), []
+        with self._failing():
+            self._write(for_files, frame.buffers)
+        failed = self.error is not None and isinstance(question, NextBatch)
+        return order_head(Stop() if failed else order), []
 
     def _write(self, effects: Sequence[ForFiles], buffers: Sequence[Tensor]) -> None:
         for effect in effects:
             self._recorder.write(effect, buffers)
+            if isinstance(effect, WriteOwn):
+                with self._changed:
+                    self._conductor.own_written(effect.replica, effect.moment)
         if any(isinstance(effect, WriteCheckpoint) for effect in effects):
             with self._changed:
                 self._carry_out(self._conductor.written())
@@ -173,8 +180,16 @@ class Conducting:
         with self._changed:
             self._carry_out(self._conductor.server_ended(number))
 
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error inside ends the run, and nothing else: whoever asks next is told to stop."""
+        try:
+            yield
+        except Exception as error:
+            self._on_error(error)
+
     def _on_error(self, error: Exception) -> None:
-        """Called in a thread of the coordinator: an error that ends the run, or a bug of ours."""
+        """An error that ends the run, or a bug of ours."""
         failure = error
         if not isinstance(failure, ShoalError):
             failure = RunError(
@@ -185,34 +200,40 @@ class Conducting:
             self._conductor.fail(failure)
 
     def _look(self, pause: float) -> None:
-        try:
+        with self._failing():
             while not self._closing.wait(pause):
                 with self._changed:
                     heard = {member.replica: member.heard for member in self._coordinator.members.values()}
                     self._carry_out(self._conductor.tick(time.monotonic(), heard))
-        except Exception as error:
-            self._on_error(error)
 
     # What is to be done
 
     def _carry_out(self, effects: Sequence[Effect]) -> list[ForFiles]:
-        """Carry out all effects except those that take long, which are returned."""
+        """Carry out all effects except those that take long, which are returned.
+
+        One that fails, such as a line for a full disk, ends the run, from whichever thread it came; those after it are
+        left out.
+        """
         later: list[ForFiles] = []
-        for effect in effects:
-            match effect:
-                case Log():
-                    self._recorder.log(effect.values)
-                    self._listener.logged(effect.values)
-                case Mark():
-                    self._recorder.mark(effect.replica)
-                case Stepped():
-                    self._listener.stepped(effect.steps, effect.epochs)
-                case Told():
-                    self._listener.happened(effect.what, effect.who)
-                case Rest():
-                    self._coordinator.rest(effect.replica, resting=effect.resting)
-                case Suspect():
-                    self._coordinator.suspect(effect.replica, hangs=effect.hangs)
-                case _:
-                    later.append(effect)
+        try:
+            for effect in effects:
+                match effect:
+                    case Log():
+                        self._recorder.log(effect.values)
+                        self._listener.logged(effect.values)
+                    case Mark():
+                        self._recorder.mark(effect.replica)
+                    case Stepped():
+                        self._listener.stepped(effect.steps, effect.epochs)
+                    case Told():
+                        self._listener.happened(effect.what, effect.who)
+                    case Rest():
+                        self._coordinator.rest(effect.replica, resting=effect.resting)
+                    case Suspect():
+                        self._coordinator.suspect(effect.replica, hangs=effect.hangs)
+                    case _:
+                        later.append(effect)
+        except Exception as error:
+            self._on_error(error)
+            return []
         return later

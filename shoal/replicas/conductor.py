@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shoal.config import TrainConfig
 from shoal.errors import DivergedError, MessageError, PeerError, RunError, ShoalError, StoppedError
 from shoal.exchanges import ExchangeOptions
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.budget import Budget, LockstepBudget, SharedBudget
 from shoal.replicas.effects import (
     Effect,
@@ -287,11 +288,21 @@ class Conductor:
     def _note_own(self, replica: int, handed_in: HandedIn) -> None:
         """Of a checkpoint that is still wanted: a replica that was thought gone may come with an old one."""
         if self._own is not None and handed_in.moment == self._own.moment:
-            self._own.handed_in.add(replica)
+            self._own.arriving.add(replica)
             self._effects.append(WriteOwn(replica, handed_in.moment))
 
+    def own_written(self, replica: int, moment: int) -> None:
+        """What a replica handed in is on the disk: only now may a checkpoint name it."""
+        if self._own is not None and moment == self._own.moment:
+            self._own.arriving.discard(replica)
+            self._own.handed_in.add(replica)
+
     def _may_test(self, replica: int, order: MakeTest) -> bool:
-        """Whether it may test: one at a time, and one whose batch norm statistics are of half of the most steps."""
+        """Whether it may test: one at a time.
+
+        Only a replica that took at least half as many steps as the busiest may test: its batch norm statistics are
+        trained.
+        """
         if self._tests.under_way is not None:
             return False
         if self._own is not None and order.save and not self._own.complete(self._watch.active):
@@ -396,7 +407,7 @@ class Conductor:
             self._lose_server(replica)  # others may be waiting for it
         return [Log({"event": "ended", "replica": replica, "why": why})]
 
-    def happened(self, what: str, who: int, now: float) -> list[Effect]:
+    def happened(self, what: What, who: int, now: float) -> list[Effect]:
         """A replica `joined`, was `lost`, is `frozen`, is `back` or `left`; or it is a server: `server lost`, ..."""
         of_server = what.startswith("server ")
         kind = what.removeprefix("server ")
@@ -443,6 +454,8 @@ class Conductor:
             if not self._options.asks_ahead:  # others may be waiting in a step for the replica that tests
                 longer = dict.fromkeys(self._watch.active, slow)
             longer[test.replica] = math.inf if test.handed_in else slow
+        if self._own is not None:
+            longer |= dict.fromkeys(self._own.arriving, math.inf)
         suspect, cleared = self._watch.look(now, heard, longer)
         self._effects += [Suspect(replica, hangs=False) for replica in cleared]
         if suspect is not None:

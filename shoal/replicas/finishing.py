@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.errors import RunError
 from shoal.exchanging import Event, Member
 from shoal.exchanging.membership.coordinator import Coordinator
 from shoal.transport.links import Frame, fields
@@ -70,8 +71,15 @@ class Rendezvous:
 
     def on_event(self, event: Event) -> None:
         """Under the coordinator's lock."""
-        if event.what in ("lost", "left") and self._in_step:
-            assert self._coordinator is not None
+        assert self._coordinator is not None
+        if event.what == "server lost":
+            self._coordinator.fail(
+                RunError(
+                    f"server {event.who} was lost, and with it a part of the weights.",
+                    "Look at what it printed above; start again from what you saved.",
+                )
+            )
+        elif event.what in ("lost", "left") and self._in_step:
             self._coordinator.tell_all({"gone": event.who, "how": event.what})
 
     def _reply(self, replica: int, until: float) -> Mapping[str, Any] | None:

@@ -29,6 +29,8 @@ class InStep:
         """Other replicas that are gone, and how: lost, or left."""
         self._finished: dict[int, tuple[int, int]] = {}
         """Other replicas that have finished: after how many steps, and in which round."""
+        self._together = -1
+        """The last round in which all have finished together. What is heard of it, or of one before, comes too late."""
         self._changed = threading.Condition()
 
     def hear(self, notice: Mapping[str, Any], interrupt: Callable[[], None]) -> None:
@@ -36,7 +38,7 @@ class InStep:
         with self._changed:
             if notice.get("gone", self._number) != self._number:
                 self._gone[notice["gone"]] = notice["how"]
-            if notice.get("finished", self._number) != self._number:
+            if notice.get("finished", self._number) != self._number and notice["round"] > self._together:
                 self._finished[notice["finished"]] = notice["steps"], notice["round"]
             self._changed.notify_all()
             step = self.steps
@@ -72,6 +74,7 @@ class InStep:
     def go_on(self, after: int) -> None:
         """All have finished together in round `after`, and may take steps again."""
         with self._changed:
+            self._together = after
             self._finished = {who: known for who, known in self._finished.items() if known[1] > after}
 
     def uneven(self, done: int, steps: int, other: int, step: int) -> RunError:
@@ -79,7 +82,8 @@ class InStep:
         return RunError(
             f"{self._show(done)} has finished after {steps} steps, and {self._show(other)} takes its step {step}: with "
             f"{self._exchange!r} all replicas take the same steps.",
-            "Give all the same number of batches; or use an exchange that waits for nobody: downpour, dasgd, backup.",
+            "Give all the same number of batches; or use an exchange that does not wait for all of them, such as "
+            "downpour or backup.",
         )
 
     def _would_never_end(self) -> bool:

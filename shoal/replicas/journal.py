@@ -3,11 +3,12 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.exchanges import ExchangeOptions
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.effects import HowFar
 from shoal.replicas.orders import StepsDone
 from shoal.replicas.scores import Scores
@@ -16,7 +17,21 @@ from shoal.training.evaluate import Evaluation
 from shoal.training.learning_rate import rate_at
 from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About
+from shoal.training.metrics import line_of_steps, line_of_test
 from shoal.training.outcome import Measured
+
+
+def event_name(what: What) -> str:
+    """What `metrics.jsonl` calls something that happened to a replica or a server."""
+    return what.replace(" ", "_")
+
+
+HAPPENINGS = frozenset(map(event_name, get_args(What)))
+"""Events in `metrics.jsonl` that happened to a replica or a server."""
+TROUBLES = HAPPENINGS - {event_name("joined")}
+"""Of those, what a run that nothing disturbs does not have before its end."""
+EVENTS = HAPPENINGS | {"steps", "test", "warning", "ended"}
+"""All events that `metrics.jsonl` tells of."""
 
 MOST_LISTED = 32
 """Up to so many replicas a line of metrics lists each; of more it gives least, median and most: lines are many, and at
@@ -109,13 +124,15 @@ class Journal:
         waits = {number: round(score.tally.wait_seconds, 3) for number, score in scores}
         seconds, steps = now - self._logged_at, counted - self._logged
         line = {
-            "event": "steps",
-            "epoch": min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
-            "step": counted,
-            "loss": statistics.fmean(self._losses) if self._losses else None,
-            "lr": self.rate(min(counted, self.total - 1)),
-            "samples_per_sec": steps * self._samples_per_batch / max(seconds, 1e-9),
-            "step_time_ms": 1000 * seconds / max(steps, 1),
+            **line_of_steps(
+                epoch=min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
+                step=counted,
+                loss=statistics.fmean(self._losses) if self._losses else None,
+                lr=self.rate(min(counted, self.total - 1)),
+                steps=steps,
+                seconds=seconds,
+                batch=self._samples_per_batch,
+            ),
             "replicas": len(active),
             "active": list(active) if len(active) <= MOST_LISTED else None,
             "dropped": scores.total("dropped"),
@@ -132,24 +149,15 @@ class Journal:
 
     def test_line(self, replica: int, tested: Evaluation, epoch: int, step: int, now: float) -> dict[str, Any]:
         """A replica tested the weights of `step`."""
-        line = {
-            "event": "test",
-            "epoch": epoch,
-            "step": step,
-            "replica": replica,
-            "test_loss": tested.loss,
-            "test_accuracy": tested.accuracy,
-            "wall_seconds": self.seconds(now),
-        }
-        return line if tested.iou is None else {**line, "test_iou": tested.iou}
+        return {**line_of_test(tested, epoch=epoch, step=step, wall_seconds=self.seconds(now)), "replica": replica}
 
-    def event_line(self, what: str, who: int, counted: int, now: float) -> dict[str, Any]:
+    def event_line(self, what: What, who: int, counted: int, now: float) -> dict[str, Any]:
         """Something happened to a replica or a server."""
         since = now - self._made + self._past.wall_seconds
         self._events.append({"what": what, "who": who, "when": round(since, 3)})
         whose = "server" if what.startswith("server ") else "replica"
         seconds = self.seconds(now) if self.started else 0.0
-        return {"event": what.replace(" ", "_"), whose: who, "step": counted, "wall_seconds": seconds}
+        return {"event": event_name(what), whose: who, "step": counted, "wall_seconds": seconds}
 
     # For checkpoint and result
 

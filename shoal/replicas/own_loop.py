@@ -44,6 +44,7 @@ from shoal.replicas.roll_call import Presence, replicas_of
 from shoal.training.laid import replica_of
 from shoal.transport.agreement import agree
 from shoal.transport.links import LOOPBACK, LinkLost
+from shoal.transport.table import all_are_here, all_may_come
 
 TIMEOUT = 120.0
 LOOK_SECONDS = 0.1
@@ -58,14 +59,18 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer, name: str = "al
     model      a module of one's own: then every rank is a replica. Or what `shoal.parallelize(..., group=...)` gave on
                this rank: then the ranks of each group are one replica, and all groups together are all ranks. Replicas
                count by their lowest rank
-    optimizer  of the model's parameters. Where replicas make all steps themselves (`allreduce`; `downpour` with
-               rule="add" or n_sync over 1; `dasgd`, unless momentum is at the server or n_sync 1) any one, with any
-               groups. Where servers step (`sync`, `backup`, `downpour` and `dasgd` otherwise) torch.optim.SGD, whose
-               rate, momentum and weight decay, the same in all groups, are taken over; its own `step` is not called
+    optimizer  of the model's parameters. Where replicas make all steps themselves (`allreduce`, `easgd`, `admm`,
+               `gossip`, `local`; `downpour` with rule="add" or n_sync over 1; `dasgd`, unless momentum is at the
+               server or n_sync 1) any one, with any groups. Where servers step (`sync`, `backup`, `softsync`,
+               `hogwild`, `downpour` and `dasgd` otherwise) torch.optim.SGD, whose rate, momentum and weight decay, the
+               same in all groups, are taken over; its own `step` is not called. With rule="adagrad", which has no
+               momentum, also torch.optim.Adagrad
     name, options  as for `--exchange` and `--exchange-options`, but for `warm_start`: who trains first, the loop says
 
     What the optimizer trains is exchanged, and begins everywhere as replica 0 has it. Frozen parameters must be the
-    same on all replicas; buffers stay each one's own. A collective: all ranks of the world call it.
+    same on all replicas; buffers stay each one's own. A collective: all ranks of the world call it. Where no torchrun
+    keeps the port at which ranks find each other, it hears nobody new until the exchange is closed: call
+    torch.distributed.init_process_group, if you need it, before.
 
     Raises `ConfigError`, in the same words on all ranks, for an unknown name, option or optimizer, and for networks
     that overlap, are of different size or differ; `PeerError` where a rank does not come within 120 seconds.
@@ -206,6 +211,8 @@ class OwnLoop:
         if not parsed.survives:
             self._seat.listen(self.number, lambda notice: self._in_step.hear(notice, self._interrupt))
         assembly.close()  # all are seated: from here on the coordinator sees who is gone
+        all_are_here()
+        self._ending.callback(all_may_come)
         welcome = self._seat.welcome
         if welcome["kind"] == "threads":
             server = serve_in_threads(self._seat, self.number, welcome["servers"])
@@ -317,7 +324,7 @@ class OwnLoop:
         question = {"ask": "meet", "phase": phase, "steps": self._in_step.steps, "marks": marks}
         reply: Mapping[str, Any] = {"again": True}
         while "again" in reply:
-            mine = self._seat.ask(question).head if self._seat.rank == 0 else None
+            mine = agree(self._transport, lambda: self._seat.ask(question).head if self._seat.rank == 0 else None)
             reply = next(answer for answer in self._transport.gather_objects(mine) if answer is not None)
         if "said" in reply:
             return reply["said"], reply["round"]
@@ -379,7 +386,7 @@ class OwnLoop:
         self._ending.callback(self._place.close)
         rendezvous.open(self._place.coordinator)
         self._ending.callback(rendezvous.close)
-        self._place.start_servers()
+        self._place.start_servers(on_end=self._place.coordinator.lose_server)
         return self._place.meeting.to_json()
 
     def _wait_for_others(self, coordinator: Coordinator) -> None:

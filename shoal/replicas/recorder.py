@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, config: TrainConfig, about: About, *, length: int = 0) -> None:
         self._folder, self._config, self._about = folder, config, about
-        self._metrics = MetricsFile(folder.metrics, length=length)
+        with folder.writing(folder.metrics):
+            self._metrics = MetricsFile(folder.metrics, length=length)
         self.lacks_lines = self._metrics.lacks_lines
         """Whether lines of earlier steps are missing."""
         self._marks: dict[int, int] = {}
@@ -34,7 +36,8 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
-        self._metrics.write(**values)
+        with self._folder.writing(self._folder.metrics):
+            self._metrics.write(**values)
 
     def mark(self, replica: int) -> None:
         """What was logged so far belongs to what this replica saves."""
@@ -42,23 +45,28 @@ class Recorder:
 
     def write(self, effect: ForFiles, buffers: Sequence[Tensor]) -> None:
         """A file, from what a replica sent: its state, then the weights alone."""
+        folder = self._folder
         match effect:
             case WritePlan():
-                write_text_atomically(self._folder.plan, effect.text)
+                self._write_text(folder.plan, effect.text)
             case WriteOwn():
-                state = buffers[0]
-                write_atomically(
-                    self._folder.own_state(effect.replica, effect.moment),
-                    lambda draft: draft.write_bytes(state.numpy().tobytes()),
-                )
+                self._write_bytes(folder.own_state(effect.replica, effect.moment), buffers[0])
             case WriteCheckpoint():
-                self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
+                with folder.writing(folder.checkpoint):
+                    self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
-                weights = buffers[1]
-                write_atomically(self._folder.weights, lambda draft: draft.write_bytes(weights.numpy().tobytes()))
+                self._write_bytes(folder.weights, buffers[1])
                 result = result_of(self._config, self._about, effect.tested, effect.measured)
-                write_text_atomically(self._folder.result, result.to_json())
+                self._write_text(folder.result, result.to_json())
                 self.result = result
+
+    def _write_text(self, path: Path, text: str) -> None:
+        with self._folder.writing(path):
+            write_text_atomically(path, text)
+
+    def _write_bytes(self, path: Path, content: Tensor) -> None:
+        with self._folder.writing(path):
+            write_atomically(path, lambda draft: draft.write_bytes(content.numpy().tobytes()))
 
     def close(self) -> None:
         """Nothing more is logged."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError, PeerError, RunError, StoppedError
+from shoal.errors import CheckpointError, ConfigError, LeftError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Meeting
 from shoal.files import write_text_atomically
@@ -84,7 +84,7 @@ def train_in_world(
 
     if world.rank:
         if not train(Meeting.from_json(told_to_all(world, table, None, config.timeout, last=True))):
-            raise StoppedError(
+            raise LeftError(
                 f"replica {replica} was asked to stop and has left; the others go on.",
                 "The result will be in the run's folder.",
             )
@@ -127,7 +127,8 @@ def join_run(folder: Path) -> None:
     options = _options(config)
     if not options.takes_late:
         raise ConfigError(
-            f"a run with the exchange {options.name!r} takes no replica late.", "Join an asynchronous one."
+            f"with {options.name} no replica can join later.",
+            "Start the run with an exchange that takes late replicas, such as downpour.",
         )
     each = config.workers // config.replicas
     threads = threads_each(config.threads, config.workers)
@@ -167,7 +168,9 @@ def _conducting(
     with ExitStack() as stack:
         stack.enter_context(folder.held(resumed=resumed is not None))
         content = None if resumed is None else _read_checkpoint(folder, config)
-        write_text_atomically(folder.config, config.to_yaml())
+        missing = {} if content is None else _missing_own_states(folder, content)
+        with folder.writing(folder.config):
+            write_text_atomically(folder.config, config.to_yaml())
         recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
         stack.callback(recorder.close)
         conducting = Conducting(
@@ -186,14 +189,19 @@ def _conducting(
         stack.callback(conducting.close)
         stack.callback(folder.meeting.unlink, missing_ok=True)
         stack.callback(listener.ended)
-        _write_private(folder.meeting, conducting.meeting.to_json())
+        with folder.writing(folder.meeting):
+            _write_private(folder.meeting, conducting.meeting.to_json())
         conducting.start_servers()
         listener.started(about, folder)
         if content is not None and recorder.lacks_lines:
             conducting.warn(lines_are_missing(content["steps"]))
+        for replica, path in missing.items():
+            conducting.warn(checkpoint.own_state_is_missing(path, replica))
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
-            conducting.warn(f"{options.name} with {config.replicas} replicas has {told}; rates=given keeps yours.")
+            conducting.warn(
+                f"{options.name} with {config.replicas} replicas {told}; --exchange-options rates=given keeps yours."
+            )
         for warning in options.warnings(config.replicas, lr=rates.lr, momentum=rates.momentum):
             conducting.warn(warning)
         yield conducting
@@ -243,12 +251,20 @@ def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
             f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
             "The batches that are done would be others: give the options that decide it (backups) as before.",
         )
-    if folder.result.exists() and content["position"]["epoch"] >= config.epochs:
-        raise CheckpointError(
-            f"--resume {str(folder.path)!r}: that run has finished its {config.epochs} epochs.",
-            f"Ask for more with --epochs {config.epochs + 5}, or start another run.",
-        )
+    folder.check_unfinished(content["position"]["epoch"], config.epochs)
     return content
+
+
+def _missing_own_states(folder: RunFolder, content: dict[str, Any]) -> dict[int, Path]:
+    """The files of replicas' own states that a checkpoint names and that are gone; a damaged one is an error."""
+    missing = {}
+    for replica, moment in content.get("own", {}).items():
+        path = folder.own_state(replica, moment)
+        if path.exists():
+            checkpoint.read_own(path)
+        else:
+            missing[replica] = path
+    return missing
 
 
 def _options(config: TrainConfig) -> ExchangeOptions:

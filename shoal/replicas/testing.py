@@ -29,7 +29,10 @@ class OwnStates:
 
     moment: int
     """Batches that were counted when it became due."""
+    arriving: set[int] = field(default_factory=set)
+    """Those whose files are being written."""
     handed_in: set[int] = field(default_factory=set)
+    """Those whose files are whole on the disk."""
 
     def complete(self, active: Iterable[int]) -> bool:
         """Whether all that take part have."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
 
 from shoal.config import TrainConfig
 from shoal.data import BatchOrder, Loader
@@ -49,7 +48,9 @@ from shoal.training.job import Job, prepare
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
+from shoal.training.weights import save_weights
 from shoal.transport import Transport
+from shoal.transport.agreement import agree
 
 WAIT_SECONDS = 0.01
 """Time between two questions while there is nothing to do."""
@@ -300,8 +301,13 @@ def _slot(
 
 
 def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None:
-    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now."""
-    ranks = torch.load(path, weights_only=True)["ranks"]
+    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now.
+
+    Without its file it goes on with the common weights, of which the conductor tells.
+    """
+    if not all(row[0] for row in transport.gather_numbers([path.exists()])):
+        return
+    ranks = agree(transport, lambda: checkpoint.read_own(path))
     fits = len(ranks) == transport.world
     if fits:
         try:
@@ -332,7 +338,7 @@ def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
 
 
 def _bytes_of_weights(module: torch.nn.Module) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:  # `save_model` writes shared memory once, but only to a file
+    with tempfile.TemporaryDirectory() as folder:  # safetensors write shared memory once, but only to a file
         path = Path(folder) / "weights"
-        save_model(module, str(path))
+        save_weights(module, path)
         return path.read_bytes()

@@ -96,7 +96,18 @@ def write(
         "sent_steps": progress.sent_steps,
         **(more or {}),
     }
-    write_atomically(path, lambda draft: torch.save(content, draft))
+    write_atomically(path, lambda draft: _put(content, draft))
+
+
+def _put(content: Mapping[str, Any], draft: Path) -> None:
+    """Write it; an `OSError` on a full disk, of which torch's own error says nothing."""
+    try:
+        with draft.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def state_of(job: Job) -> dict[str, Any]:
@@ -107,19 +118,33 @@ def state_of(job: Job) -> dict[str, Any]:
 
 def read(path: Path, config: TrainConfig, device: str | torch.device = "cpu") -> dict[str, Any]:
     """What `path` holds, if it is whole, of this version, and of a run with these settings but for `CHANGEABLE`."""
-    try:
-        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} is damaged: {reason}.",
-            "Start again without --resume, in another --out.",
-        ) from None
+    content = _loaded(path, device, "Start again without --resume, in another --out.")
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise CheckpointError(
             f"checkpoint {str(path)!r} was not written by this version.", f"It needs the schema {SCHEMA!r}."
         )
     _check_settings(content["config"], config)
+    return content
+
+
+def read_own(path: Path) -> list[bytes]:
+    """What each rank of a replica had of its own when the run that goes on was saved."""
+    content = _loaded(path, "cpu", "Remove it: its replica then goes on with the common weights.")
+    ranks: list[bytes] = content["ranks"]
+    return ranks
+
+
+def own_state_is_missing(path: Path, replica: int) -> str:
+    """What to tell people where a replica's own file, which a checkpoint names, is gone."""
+    return f"{path.name} is missing: replica {replica} goes on with the common weights, without what it had of its own."
+
+
+def _loaded(path: Path, device: str | torch.device, remedy: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {reason}.", remedy) from None
     return content
 
 

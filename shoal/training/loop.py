@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import NoReturn
 
-from safetensors.torch import save_model
 from torch import Tensor
 
 from shoal.data import Position
@@ -30,11 +29,12 @@ from shoal.training.job import Job
 from shoal.training.learning_rate import rate_at
 from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About, Listener
-from shoal.training.metrics import MetricsFile, lines_are_missing
+from shoal.training.metrics import MetricsFile, line_of_steps, line_of_test, lines_are_missing
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import Measured, describe, result_of
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import train_step
+from shoal.training.weights import save_weights
 
 
 class Run:
@@ -64,8 +64,7 @@ class Run:
 
     def _train_and_test(self) -> RunResult:
         job, progress = self.job, self.progress
-        path = self.folder.metrics if self._keeps_files else None
-        with StopSignal() as stop, MetricsFile(path, length=progress.metrics_length) as metrics:
+        with StopSignal() as stop, self._open_metrics() as metrics:
             self.listener.started(self._about(), self.folder)
             if metrics.lacks_lines:
                 self._write(metrics, event="warning", text=lines_are_missing(progress.steps))
@@ -77,9 +76,16 @@ class Run:
             result = self._result(tested or self._evaluate(metrics, stop))
             whole = job.network.whole()
             if whole is not None:
-                write_atomically(self.folder.weights, lambda draft: save_model(whole, str(draft)))
-                write_text_atomically(self.folder.result, result.to_json())
+                with self.folder.writing(self.folder.weights):
+                    write_atomically(self.folder.weights, lambda draft: save_weights(whole, draft))
+                with self.folder.writing(self.folder.result):
+                    write_text_atomically(self.folder.result, result.to_json())
         return result
+
+    def _open_metrics(self) -> MetricsFile:
+        path = self.folder.metrics if self._keeps_files else None
+        with self.folder.writing(self.folder.metrics):
+            return MetricsFile(path, length=self.progress.metrics_length)
 
     def _about(self) -> About:
         job = self.job
@@ -141,16 +147,16 @@ class Run:
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
                 f"{how_to_step_less(config)} Or look for bad values in the data.",
             )
-        self._write(
-            metrics,
-            event="steps",
+        line = line_of_steps(
             epoch=progress.position.epoch + 1,
             step=progress.steps,
             loss=loss,
             lr=rate,
-            samples_per_sec=count * config.batch / seconds,
-            step_time_ms=1000 * seconds / count,
+            steps=count,
+            seconds=seconds,
+            batch=config.batch,
         )
+        self._write(metrics, **line)
 
     def _over_ranks(self, value: Tensor) -> float:
         return sum(number for (number,) in self.job.network.gather([value.item()]))
@@ -161,16 +167,8 @@ class Run:
 
     def _test(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         tested = self._evaluate(metrics, stop)
-        self._write(
-            metrics,
-            event="test",
-            epoch=self.progress.position.epoch + 1,
-            step=self.progress.steps,
-            test_loss=tested.loss,
-            test_accuracy=tested.accuracy,
-            wall_seconds=time.perf_counter() - self._begun,
-            **({} if tested.iou is None else {"test_iou": tested.iou}),
-        )
+        epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
+        self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
         return tested
 
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
@@ -216,7 +214,9 @@ class Run:
         self.progress.metrics_length = metrics.length
         self.progress.wall_seconds = time.perf_counter() - self._begun
         sent, steps = self._sent()
-        checkpoint.save(self.folder.checkpoint, self.job, replace(self.progress, sent_bytes=sent, sent_steps=steps))
+        progress = replace(self.progress, sent_bytes=sent, sent_steps=steps)
+        with self.folder.writing(self.folder.checkpoint):
+            checkpoint.save(self.folder.checkpoint, self.job, progress)
 
     def _sent(self) -> tuple[int, int]:
         """What all ranks sent in training steps under this plan, and in how many steps."""
@@ -226,7 +226,8 @@ class Run:
 
     def _write(self, metrics: MetricsFile, **values: object) -> None:
         if self._keeps_files:
-            metrics.write(**values)
+            with self.folder.writing(self.folder.metrics):
+                metrics.write(**values)
             self.listener.logged(values)
 
     def _result(self, tested: Evaluation) -> RunResult:

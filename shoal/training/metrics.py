@@ -2,9 +2,40 @@
 
 import io
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, Self
+
+from shoal.training.evaluate import Evaluation
+
+
+def line_of_steps(
+    *, epoch: int, step: int, loss: float | None, lr: float, steps: int, seconds: float, batch: int
+) -> dict[str, Any]:
+    """The line about the `steps` until `step`, which took so many seconds, with `batch` samples each."""
+    return {
+        "event": "steps",
+        "epoch": epoch,
+        "step": step,
+        "loss": loss,
+        "lr": lr,
+        "samples_per_sec": steps * batch / max(seconds, 1e-9),
+        "step_time_ms": 1000 * seconds / max(steps, 1),
+    }
+
+
+def line_of_test(tested: Evaluation, *, epoch: int, step: int, wall_seconds: float) -> dict[str, Any]:
+    """The line about a test of the weights of `step`."""
+    line = {
+        "event": "test",
+        "epoch": epoch,
+        "step": step,
+        "test_loss": tested.loss,
+        "test_accuracy": tested.accuracy,
+        "wall_seconds": wall_seconds,
+    }
+    return line if tested.iou is None else {**line, "test_iou": tested.iou}
 
 
 class MetricsFile:
@@ -15,7 +46,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None, *, length: int = 0) -> None:
-        self._file: BinaryIO = io.BytesIO() if path is None else _opened(path)
+        self._file: io.BytesIO | io.FileIO = io.BytesIO() if path is None else _opened(path)
         there = self._file.read(length)
         self.lacks_lines = path is not None and len(there) < length
         """Whether lines of the steps before are missing."""
@@ -24,9 +55,20 @@ class MetricsFile:
         self._file.seek(length)
 
     def write(self, **values: object) -> None:
-        """One line, visible to readers at once. A value that JSON cannot hold is our bug and raises."""
-        self._file.write((json.dumps(values, allow_nan=False) + "\n").encode())
-        self._file.flush()
+        """One line, visible to readers at once. A value that JSON cannot hold is our bug and raises.
+
+        Where the line cannot be written, as on a full disk, the lines before it stay whole.
+        """
+        left = memoryview((json.dumps(values, allow_nan=False) + "\n").encode())
+        begin = self._file.tell()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            raise
 
     @property
     def length(self) -> int:
@@ -46,9 +88,10 @@ class MetricsFile:
         self._file.close()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> io.FileIO:
+    """Without a buffer: what could not be written must not be tried again when the file is closed."""
     path.touch()
-    return path.open("r+b")
+    return path.open("r+b", buffering=0)
 
 
 def lines_are_missing(steps: int) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from shoal.config import TrainConfig
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import ConfigError
 from shoal.files import write_text_atomically
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -31,8 +31,10 @@ def train_on_rank(
     with ExitStack() as stack:
         folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
         if transport.rank == 0:
-            write_text_atomically(folder.config, job.config.to_yaml())
-            job.network.plan.save(folder.plan)
+            with folder.writing(folder.config):
+                write_text_atomically(folder.config, job.config.to_yaml())
+            with folder.writing(folder.plan):
+                job.network.plan.save(folder.plan)
         return Run(job, folder, progress, heard).complete()
 
 
@@ -66,11 +68,7 @@ def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tupl
 
     def restored() -> Progress:
         progress = checkpoint.restore(folder.checkpoint, job)
-        if progress.position.epoch >= job.config.epochs and folder.result.exists():
-            raise CheckpointError(
-                f"--resume {str(path)!r}: that run has finished its {progress.position.epoch} epochs.",
-                f"Ask for more with --epochs {progress.position.epoch + 5}, or start another run.",
-            )
+        folder.check_unfinished(progress.position.epoch, job.config.epochs)
         return progress
 
     folder = agree(transport, held)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from shoal.config import TrainConfig
-from shoal.errors import CheckpointError, InputError, OutputError
+from shoal.errors import CheckpointError, InputError, OutputError, RunError
 from shoal.files import remove_drafts
 
 
@@ -111,6 +111,33 @@ class RunFolder:
             )
         return folder
 
+    def check_unfinished(self, done: int, epochs: int) -> None:
+        """A `CheckpointError` where the run has its result and no more epochs than those done are asked for."""
+        if self.result.exists() and done >= epochs:
+            raise CheckpointError(
+                f"--resume {str(self.path)!r}: that run has finished its {done} epochs.",
+                f"Ask for more with --epochs {done + 5}, or start another run.",
+            )
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """While a file of the run is written: a `RunError` with the way out where that fails, as on a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise self._not_written(path, error) from error
+
+    def _not_written(self, path: Path, error: OSError) -> RunError:
+        go_on = (
+            f"then go on with: shoal train --resume {self.path}"
+            if self.checkpoint.exists()
+            else "then start the run again: there is no checkpoint yet."
+        )
+        return RunError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}.",
+            f"Free space there, or mend whatever else keeps it from being written, {go_on}",
+        )
+
     @property
     def lock(self) -> Path:
         """While a run writes here: held by its process, whose number it holds."""
@@ -140,8 +167,9 @@ class RunFolder:
             try:
                 _lock(lock)
                 if os.path.samestat(os.fstat(lock), self.lock.stat()):
-                    os.ftruncate(lock, 0)
-                    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
+                    with self.writing(self.lock):
+                        os.ftruncate(lock, 0)
+                        os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
                     return lock
             except BlockingIOError:
                 raise self._taken(os.read(lock, 200).decode(errors="replace"), resumed=resumed) from None

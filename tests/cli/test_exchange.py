@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.exchanging.compression import make_codec
+from shoal.replicas.journal import EVENTS
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of
@@ -249,6 +250,7 @@ def wait_for(condition: Callable[[], Any], run: Begun, seconds: float = 90.0) ->
 
 
 def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    assert event in EVENTS
     if not (folder / "metrics.jsonl").exists():
         return []
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
@@ -590,7 +592,7 @@ def test_allreduce_takes_no_replica_late_ends_when_one_is_killed_and_can_go_on(
 
     printed = broken(tmp_path, [*mine, "--exchange-options", f"compress={compress}"], join_then_kill)
     assert refused[0].returncode == 2
-    assert "'allreduce' takes no replica late" in refused[0].stderr
+    assert "with allreduce no replica can join later." in refused[0].stderr
     assert "rank 1 was killed by signal SIGKILL" in printed[1]
     assert "go on with its batches" not in printed[0]
     goes_on_from_its_checkpoint(shoal, tmp_path / "run")
@@ -694,13 +696,13 @@ def test_rates_are_made_of_one_workers_and_told_of(shoal: Shoal, mine: list[str]
     run = shoal("train", *asynchronous, "--out", "own")
     assert run.returncode == 0, run.stderr
     told = " ".join(run.stdout.split())
-    assert "downpour with 2 replicas has lr 0.01 in the place of 0.02, momentum 0.8 in the place of 0.9" in told
+    assert "downpour with 2 replicas uses lr 0.01 instead of 0.02 and momentum 0.8 instead of 0.9" in told
     assert lines(tmp_path / "own", "steps")[0]["lr"] < 0.01
     run = shoal("train", *asynchronous, "--exchange-options", "rates=given", "--out", "given")
     assert run.returncode == 0, run.stderr
     assert "momentum 0.9 at the server" in run.stdout
     exact = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--out", "exact")
-    assert "in the place of" not in exact.stdout
+    assert "instead of" not in exact.stdout
 
 
 def test_a_loss_that_is_no_number_ends_the_run(shoal: Shoal, mine: list[str]) -> None:
@@ -766,6 +768,35 @@ def test_torchrun_starts_replicas_too(mine: list[str], tmp_path: Path) -> None:
         assert result_of(tmp_path / name)["samples"] == 160
 
 
+def test_under_torchrun_too_one_replica_that_is_preempted_leaves_in_good_order(mine: list[str], tmp_path: Path) -> None:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal", "train"]
+    options = ["--replicas", "2", "--exchange", "downpour", "--out", "run"]
+    run = begin(tmp_path, *command, *mine, *LONG, *options)
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        first, second = (
+            next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == number)
+            for number in "01"
+        )
+        second.terminate()
+        wait_for(lambda: lines(out, "left"), run)
+        wait_for(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, run)
+        goes_on(out, run)
+        assert lines(out, "steps")[-1]["active"] == [0]
+        first.terminate()  # the conductor is there: the run stops, with a checkpoint
+        printed = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert "shoal: replica 1 was asked to stop and has left; the others go on.\n" in printed[1]
+    assert "shoal train --resume run" in printed[1]
+    failed = printed[1].partition("FAILED")[2]
+    assert re.search(r"rank\s*: 0 ", failed), printed[1]
+    assert not re.search(r"rank\s*: 1 ", failed)
+    assert (out / "checkpoint.pt").exists()
+
+
 @pytest.mark.parametrize("name", ["downpour", "allreduce", "dasgd", "backup", "sync"])
 def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "exchange_script.py"
@@ -774,3 +805,23 @@ def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: st
     assert run.returncode == 0, printed[1]
     assert printed[0].count("updates") == 2
     assert len(set(re.findall(r"accuracy (\d\.\d+)", printed[0]))) == 1
+
+
+def test_a_run_goes_on_without_the_own_weights_of_a_replica_and_says_so(
+    shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    run = shoal("train", *mine, "--epochs", "1", "--replicas", "2", "--exchange", "easgd", "--out", "run")
+    assert run.returncode == 0, run.stderr
+    (lost,) = (tmp_path / "run").glob("replica-1-*.pt")
+    lost.write_bytes(lost.read_bytes()[:100])
+    go_on = ["train", "--resume", "run", "--epochs", "2"]
+    run = shoal(*go_on)
+    assert run.returncode == 2, run.stderr
+    assert f"checkpoint 'run/{lost.name}' is damaged" in run.stderr
+    assert "Remove it: its replica then goes on with the common weights." in run.stderr
+    lost.unlink()
+    run = shoal(*go_on)
+    assert run.returncode == 0, run.stderr
+    told = [line["text"] for line in metrics_of(tmp_path / "run") if line["event"] == "warning"]
+    wanted = f"{lost.name} is missing: replica 1 goes on with the common weights, without what it had of its own."
+    assert wanted in told

@@ -65,6 +65,23 @@ def test_one_replica_is_plain_sgd_to_the_bit(
         assert torch.equal(replica.weights(), plain(7, momentum))
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize(("servers", "options"), [(0, {}), (2, {"period": 3})])
+def test_one_replica_of_easgd_that_nothing_ties_to_the_centre_is_plain_sgd_to_the_bit(
+    servers: int, options: dict[str, object], momentum: float
+) -> None:
+    """Its own weights; the centre, which `settle` would give, stays where it began."""
+    with meeting("easgd", 1, servers=servers, moving_rate=0.0, **options) as (side, _):
+        replica = side(0, momentum=momentum)
+        begun = replica.weights()
+        for number in range(7):
+            assert replica.step(*batch(number)) is not False
+        replica.exchange.flush()
+        assert torch.equal(replica.weights(), plain(7, momentum))
+        replica.exchange.settle()
+        assert torch.equal(replica.weights(), begun)
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(
     ("name", "servers"), [("allreduce", 0), ("backup", 1), ("backup", 2), ("sync", 1), ("sync", 3)]

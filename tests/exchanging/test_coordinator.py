@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.errors import PeerError
-from shoal.exchanging.membership.coordinator import Coordinator
+from shoal.errors import PeerError, RunError
+from shoal.exchanging.membership.coordinator import Coordinator, Event
 from shoal.transport.links import Link, LinkLost, connect
-from shoal.transport.links.crowd import SPARE
+from shoal.transport.links.crowd import SPARE, Crowd, Guest
 from shoal.transport.links.link import _packed
 from shoal.transport.links.sockets import allow_many_files
 
@@ -150,6 +150,86 @@ def test_one_that_freezes_in_the_middle_of_a_frame_is_told_of_and_its_frame_arri
         assert link.receive().head == {}
         assert heard == [1000]
         assert [event.what for event in coordinator.events] == ["joined", "frozen", "back"]
+
+
+def test_a_failure_is_told_to_those_who_wait_and_to_those_who_ask_later() -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point(replicas=2, servers=1, timeout=1000.0))
+        first, second = (stack.enter_context(come(coordinator, number)) for number in range(2))
+        first.send({"ask": "servers"})
+        assert until(lambda: bool(coordinator._waiting))
+        coordinator.fail(RunError("the disk is full.", "Free space."))
+        assert first.receive().head == {"failed": ["the disk is full.", "Free space."]}
+        second.send({"ask": "servers"})
+        assert second.receive().head == {"failed": ["the disk is full.", "Free space."]}
+        second.send({"ask": "leave"})
+        assert second.receive().head == {}
+
+
+def test_the_end_of_a_server_is_told_once_also_where_it_never_came() -> None:
+    with meeting_point(replicas=2, servers=2) as coordinator:
+        for _ in range(2):
+            hello: dict[str, Any] = {"as": "end of server", "number": 1}
+            connect(coordinator.address, coordinator.token, hello, name="the place").close()
+        assert until(lambda: bool(coordinator.events))
+        coordinator.lose_server(1)
+        assert [(event.what, event.who) for event in coordinator.events] == [("server lost", 1)]
+
+
+@pytest.mark.parametrize("what", ["frozen", "lost", "left"])
+def test_an_error_of_whoever_hears_of_events_is_told_and_everybody_is_heard_as_before(what: str) -> None:
+    errors: list[Exception] = []
+
+    def on_event(event: Event) -> None:
+        if event.what == what:
+            raise OSError("no space")
+
+    with ExitStack() as stack:
+        told: dict[str, Any] = {"on_event": on_event, "on_error": errors.append}
+        coordinator = stack.enter_context(meeting_point(replicas=2, heartbeat=0.2, wanted=1, **told))
+        first, second = (stack.enter_context(come(coordinator, number)) for number in range(2))
+        match what:
+            case "frozen":
+                second.send({"ask": "pulse"})
+            case "left":
+                second.send({"ask": "leave"})
+            case "lost":
+                second.close()
+        assert until(lambda: bool(errors))
+        assert [str(error) for error in errors] == ["no space"]
+        assert [event.what for event in coordinator.events][-1] == what
+        first.send({"ask": "ticket", "version": 0})
+        assert first.receive().head["counts"]
+        stack.enter_context(come(coordinator, 2))
+
+
+def test_an_error_in_the_thread_that_hears_all_is_told_and_others_are_heard() -> None:
+    errors: list[Exception] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        speaks = Link(socket.create_connection(door.getsockname()), "the crowd", 5.0)
+        silent = Link(door.accept()[0], "a silent one", 5.0)
+    crowd = Crowd(0.05, on_error=errors.append)
+    heard = threading.Event()
+
+    def on_silence() -> None:
+        raise OSError("no space")
+
+    def hear(guest: Guest) -> bool:
+        guest.link.receive()
+        heard.set()
+        raise ZeroDivisionError("of a receiver")
+
+    try:
+        crowd.add(silent, hear, on_silence).watched = True
+        assert until(lambda: len(errors) > 1)
+        assert {type(error) for error in errors} == {OSError}
+        speaks.send({})
+        assert heard.wait(30)
+        assert until(lambda: type(errors[-1]) is ZeroDivisionError)
+        assert until(lambda: silent.closed)
+    finally:
+        assert crowd.close(30)
+        speaks.close()
 
 
 def _frame(head: dict[str, Any], size: int) -> bytes:

@@ -20,7 +20,7 @@ def coordinator() -> Iterator[Coordinator]:
     opened = Coordinator(heartbeat=30.0, replicas=2, servers=1, wanted=2)
     yield opened
     opened.close()
-    assert opened.errors == []
+    assert opened.failure is None
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_server_checks_what_it_is_to_hold(server: Server, hello: dict[str, Any
 
 
 PUSH: dict[str, Any] = {
-    "op": "exchange",
+    "op": "speak",
     "kind": "gradient",
     "base": 0,
     "rate": 0.1,

@@ -2,10 +2,13 @@
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.faults.bench import MODES, Score, strike
+from benchmarks.faults.files import what_is_not_whole
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -13,7 +16,24 @@ from benchmarks.faults.bench import MODES, Score, strike
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_goes_on_or_says_who_was_lost(mode: str) -> None:
     seed = random.randrange(10**6)  # other moments in every run
-    score = Score()
-    strike(mode, 1, 2, random.Random(seed), score)
+    score, draw = Score(), random.Random(seed)
+    strike(mode, 1, 2, draw, score, saving=draw.random() < 0.5)
     assert not score.wrong, f"seed {seed}: {score.row(mode)}"
     assert (score.kills, score.stops) == (1, 2), "the faults did not fire"
+
+
+def test_files_that_are_not_whole_are_found(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n')
+    torch.save({"own": {0: 7}}, tmp_path / "checkpoint.pt")
+    torch.save({"ranks": [b"1"]}, tmp_path / "replica-0-7.pt")
+    assert what_is_not_whole(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n{"eve')
+    (tmp_path / "replica-0-7.pt").write_bytes(b"")
+    (tmp_path / ".plan.json.7.tmp").write_text("{")
+    found = what_is_not_whole(tmp_path)
+    assert [line.partition(":")[0] for line in found] == [
+        "half a file is left",
+        "metrics.jsonl is not whole",
+        "checkpoint.pt is not whole",
+    ]
+    assert "replica-0-7.pt" in found[-1]

@@ -86,7 +86,7 @@ def test_replicas_that_freeze_in_the_middle_of_a_push_hold_up_nobody(
         for shard in shards:
             stack.callback(shard.close)
         shards[0].begin([torch.zeros(SIZE)], [])
-        head: dict[str, Any] = {"op": "exchange", "sparse": None, "at_least": 0, "fetch": False}
+        head: dict[str, Any] = {"op": "speak", "sparse": None, "at_least": 0, "fetch": False}
         head |= {"kind": "gradient", "base": 0, "rate": 1.0, "certain": False}
         frozen = shards[2:]
         for shard in frozen:

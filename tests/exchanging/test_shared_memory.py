@@ -188,3 +188,20 @@ def test_the_last_to_leave_removes_what_launcher_and_guard_left() -> None:
     assert path.is_dir()
     replica.communicate("", timeout=30)
     assert not path.exists()
+
+
+def test_where_the_system_cannot_reserve_memory_files_are_made_all_the_same(
+    folder: SharedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    layout, kinds = cut_over({"weight": 1000}, 1), {"weight": torch.float32}
+    (first,) = folder.shards(0, layout, kinds, POLICY)
+    first.begin([torch.arange(1000.0)], [])
+    (second,) = folder.shards(0, layout, kinds, POLICY)  # which must not empty what is there
+    fetched = [torch.zeros(1000)]
+    second.push_and_fetch(None, fetched)
+    assert torch.equal(fetched[0], torch.arange(1000.0))
+    for shard in (first, second):
+        shard.close()
+    with pytest.raises(RunError, match="no room for"):
+        folder.shards(1, cut_over({"weight": 1 << 50}, 1), kinds, POLICY)

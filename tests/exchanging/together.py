@@ -128,7 +128,8 @@ def meeting(
         try:
             yield side, coordinator
         finally:
-            errors = [*coordinator.errors, *(error for server in kept for error in server.errors)]
+            failures = [] if coordinator.failure is None else [coordinator.failure]
+            errors = [*failures, *(error for server in kept for error in server.errors)]
             for error in errors:
                 raise error
 

@@ -4,10 +4,14 @@ import hashlib
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -165,6 +169,42 @@ def lost(name: str) -> list[str]:
     except ZeroDivisionError:
         return []
     return [mark(model.state_dict())]
+
+
+def dead_server(name: str) -> list[str]:
+    """A server ends before it could make itself known."""
+    kind, options = EVERY[name]
+    model = network()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shoal.exchanging.membership.meeting.start_server", start_and_die)
+        return refusal(lambda: shoal.exchange(model, sgd(model), kind, **options))
+
+
+def strangers(name: str) -> dict[str, str]:
+    """Whether the table where ranks find each other hears somebody new while they train, and when they are done."""
+    kind, options = EVERY[name]
+    model = network()
+    optimizer = sgd(model)
+    with shoal.exchange(model, optimizer, kind, **options) as exchange:
+        train(exchange, model, optimizer, 2)
+        exchange.finish()
+        during = knock()
+        exchange.finish()
+    return {"during": during, "after": knock()}
+
+
+def knock() -> str:
+    """As a stranger, at the table."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=0.5).close()
+    except TimeoutError:
+        return "not heard"
+    return "heard"
+
+
+def start_and_die(*_: object) -> "subprocess.Popen[bytes]":
+    """In the place of a server."""
+    return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def lost_in_step(name: str) -> list[str]:

@@ -1,6 +1,9 @@
 """A run that is conducted, asked by replicas that this test plays."""
 
+import errno
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,13 +15,15 @@ import pytest
 from shoal.config import TrainConfig
 from shoal.errors import PeerError, RunError
 from shoal.exchanges import Holding
-from shoal.exchanging import Seat
+from shoal.exchanging import Seat, Tally
 from shoal.replicas.conducting import Conducting
-from shoal.replicas.orders import NextBatch, question_head
+from shoal.replicas.effects import WriteOwn
+from shoal.replicas.orders import HandedIn, NextBatch, PlanChosen, Step, StepsDone, question_head
 from shoal.replicas.recorder import Recorder
 from shoal.training.listener import Listener
+from shoal.training.metrics import MetricsFile
 from shoal.training.run_folder import RunFolder
-from shoal.transport.links import LOOPBACK, connect
+from shoal.transport.links import JSON, LOOPBACK, connect
 from tests.replicas.runs import about_a_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -142,6 +147,146 @@ def test_a_replica_whose_message_has_no_meaning_is_lost_and_the_others_go_on(tmp
         assert not conducting.over
     (why,) = (line["why"] for line in lines_of(tmp_path / "run") if line["event"] == "ended")
     assert "was not understood" in why
+
+
+ASYNCHRONOUS: dict[str, Any] = {"replicas": 2, "exchange": "downpour", "exchange_options": {"heartbeat": 0.2}}
+IN_STEP: dict[str, Any] = {"replicas": 2, "exchange": "allreduce", "exchange_options": {"heartbeat": 0.2}}
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    """From the first line about `event` on no line of metrics can be written."""
+    write = MetricsFile.write
+    full = False
+
+    def written(self: MetricsFile, **values: Any) -> None:
+        nonlocal full
+        full = full or values["event"] == event
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, **values)
+
+    monkeypatch.setattr(MetricsFile, "write", written)
+
+
+def is_over_with_a_full_disk(conducting: Conducting, file: Path) -> None:
+    wait_until(lambda: conducting.over)
+    with pytest.raises(RunError) as caught:
+        conducting.ended()
+    assert caught.value.problem == f"{str(file)!r} cannot be written: No space left on device."
+    assert caught.value.remedy.startswith("Free space there")
+    assert "bug" not in str(caught.value)
+
+
+class Two:
+    """Two replicas that a test plays, and what may happen to the second."""
+
+    def __init__(self, conducting: Conducting, closing: ExitStack) -> None:
+        self.meeting, self._closing = conducting.meeting, closing
+        self.seats = [Seat(self.meeting, rank=0, replica=number, pids=[], heartbeat=0.2) for number in range(2)]
+        for seat in self.seats:
+            closing.callback(seat.hang_up)
+
+    def joined(self) -> None:
+        """It has."""
+
+    def frozen(self) -> None:
+        hello: dict[str, JSON] = {"as": "pulse", "replica": 1, "rank": 0}
+        self._closing.callback(connect(self.meeting.address, self.meeting.token, hello, name="a silent pulse").close)
+
+    def lost(self) -> None:
+        self.seats[1].hang_up()
+
+    def left(self) -> None:
+        self.seats[1].leave()
+
+    def steps(self) -> None:
+        """Of both, until they are told to stop."""
+        self.train_until("stop")
+
+    def train_until(self, last: str) -> int:
+        """Of both, until one is given another order; its moment, if it has one."""
+        done: list[StepsDone | None] = [None, None]
+        while True:
+            for number, seat in enumerate(self.seats):
+                order = seat.ask(question_head(NextBatch(done[number]))).head
+                if order["order"] == last:
+                    return int(order.get("moment", 0))
+                steps = (Step(order["number"], 1.0, 0.01),)
+                done[number] = StepsDone(steps, True, (1,), Tally(steps=1, updates=1))
+
+
+@pytest.mark.parametrize("settings", [ASYNCHRONOUS, IN_STEP], ids=["asynchronous", "in step"])
+@pytest.mark.parametrize("event", ["joined", "frozen", "lost", "left", "steps"])
+def test_a_full_disk_ends_the_run_at_any_moment_and_everybody_is_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], event: str
+) -> None:
+    folder = tmp_path / "run"
+    with conducted(folder, log_every=1, timeout=1000.0, **settings) as conducting, ExitStack() as closing:
+        fill_the_disk(monkeypatch, event)
+        two = Two(conducting, closing)
+        getattr(two, event)()
+        is_over_with_a_full_disk(conducting, folder / "metrics.jsonl")
+        assert two.seats[0].ask(question_head(NextBatch())).head["order"] == "stop"
+        conducting.lost(0, "rank 0 was killed")  # which would be another line
+        conducting.warn("that the disk is full")
+        conducting.stop()
+
+
+def test_a_file_that_a_full_disk_does_not_take_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(path: Path, write: Callable[[Path], object]) -> None:  # noqa: ARG001
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shoal.files.write_atomically", full)
+    folder = tmp_path / "run"
+    with conducted(folder, **ASYNCHRONOUS) as conducting, ExitStack() as closing:
+        seat = Seat(conducting.meeting, rank=0, replica=0, pids=[], heartbeat=0.2)
+        closing.callback(seat.hang_up)
+        assert seat.ask(question_head(PlanChosen("{}"))).head["order"] == "noted"
+        is_over_with_a_full_disk(conducting, folder / "plan.json")
+        assert seat.ask(question_head(NextBatch())).head["order"] == "stop"
+
+
+def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Replica 1's own state is still being written while replica 0 asks whether it may save."""
+    settings: dict[str, Any] = {"replicas": 2, "exchange": "easgd", "exchange_options": {"heartbeat": 5.0}}
+    begun, goes_on = threading.Event(), threading.Event()
+    write = Recorder.write
+
+    def slowly(self: Recorder, effect: Any, buffers: Any) -> None:
+        if isinstance(effect, WriteOwn) and effect.replica == 1:
+            begun.set()
+            assert goes_on.wait(30)
+        write(self, effect, buffers)
+
+    monkeypatch.setattr(Recorder, "write", slowly)
+    with conducted(tmp_path / "run", **settings) as conducting, ExitStack() as closing:
+        closing.callback(goes_on.set)
+        two = Two(conducting, closing)
+        moment = two.train_until("hand in")
+        seats = two.seats
+        assert seats[0].ask(question_head(HandedIn(moment)), [b"0"]).head["order"] == "noted"
+        assert seats[1].ask(question_head(NextBatch())).head["order"] == "hand in"
+        seats[1].send(question_head(HandedIn(moment)), [b"1"])
+        assert begun.wait(30)
+        assert seats[0].ask(question_head(NextBatch())).head["order"] != "test"
+        goes_on.set()
+        assert seats[1].hear().head["order"] == "noted"
+        assert (tmp_path / "run" / f"replica-1-{moment}.pt").read_bytes() == b"1"
+        assert seats[0].ask(question_head(NextBatch())).head["order"] == "test"
+
+
+def test_an_error_of_a_listener_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def happened(*_: object) -> None:
+        raise ZeroDivisionError("of a listener")
+
+    monkeypatch.setattr(Listener, "happened", happened)
+    with conducted(tmp_path / "run", **ASYNCHRONOUS) as conducting, ExitStack() as closing:
+        seat = Seat(conducting.meeting, rank=0, replica=0, pids=[], heartbeat=0.2)
+        closing.callback(seat.hang_up)
+        wait_until(lambda: conducting.over)
+        with pytest.raises(RunError, match=r"ZeroDivisionError: of a listener"):
+            conducting.ended()
+        assert seat.ask(question_head(NextBatch())).head["order"] == "stop"
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shoal.config import TrainConfig
 from shoal.errors import DivergedError, MessageError, PeerError, StoppedError
 from shoal.exchanging import Tally
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.conductor import Conductor, Place
 from shoal.replicas.effects import Effect, HowFar, Log, Rest, Stepped, Suspect, WriteCheckpoint, WriteOwn, WriteResult
 from shoal.replicas.orders import (
@@ -90,6 +91,8 @@ class Run:
         self.results: list[WriteResult] = []
         self.saved: list[HowFar] = []
         self.own_states: set[tuple[int, int]] = set()
+        """On the disk."""
+        self.own_states_wait: list[WriteOwn] = []
         self.files_wait = False
         for _ in range(self.config.replicas):
             self.join()
@@ -114,7 +117,8 @@ class Run:
                     self.files_wait = True
                     self.there[replica].waits_for_files = True
                 case WriteOwn():
-                    self.own_states.add((effect.replica, effect.moment))
+                    self.own_states_wait.append(effect)
+                    self.there[effect.replica].waits_for_files = True
                 case WriteResult():
                     self.results.append(effect)
                 case Suspect():
@@ -126,7 +130,7 @@ class Run:
         assert len(set(effect.own.values())) <= 1
         assert (effect.replica in effect.own) == self.options.hands_in
 
-    def tell(self, what: str, who: int) -> None:
+    def tell(self, what: What, who: int) -> None:
         self.carry_out(self.conductor.happened(what, who, self.now))
 
     def silence(self, replica: int, why: str, *, silent: bool) -> None:
@@ -177,7 +181,14 @@ class Run:
         self.silence(number, "pulse", silent=False)
 
     def write(self) -> None:
-        if self.files_wait:
+        """One of the files that are being written is whole."""
+        if self.own_states_wait:
+            effect = self.own_states_wait.pop()
+            self.own_states.add((effect.replica, effect.moment))
+            self.conductor.own_written(effect.replica, effect.moment)
+            if effect.replica in self.there:
+                self.there[effect.replica].waits_for_files = False
+        elif self.files_wait:
             self.files_wait = False
             for played in self.there.values():
                 played.waits_for_files = False

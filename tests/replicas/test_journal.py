@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from shoal.config import TrainConfig
 from shoal.exchanging import Tally
+from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.effects import HowFar
-from shoal.replicas.journal import Journal
+from shoal.replicas.journal import EVENTS, HAPPENINGS, TROUBLES, Journal
 from shoal.replicas.orders import Step, StepsDone
 from tests.replicas.runs import about_a_run
 
@@ -27,6 +28,18 @@ def line_of(replicas: int) -> dict[str, Any]:
     line = journal.counted(replicas, range(replicas), 1.0)
     assert line is not None
     return line
+
+
+def test_whatever_happens_to_replicas_and_servers_has_a_name_that_others_look_for() -> None:
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits"})
+    options = config.exchange_settings()
+    assert options is not None
+    journal = Journal(config, options, about_a_run(config, options), HowFar(), 0.0)
+    named = {what: journal.event_line(what, 0, 0, 0.0)["event"] for what in get_args(What)}
+    assert named["server lost"] == "server_lost"
+    assert set(named.values()) == HAPPENINGS
+    assert HAPPENINGS - {"joined"} == TROUBLES
+    assert HAPPENINGS < EVENTS
 
 
 def test_a_line_of_a_few_replicas_tells_of_each() -> None:

@@ -19,11 +19,12 @@ import torch
 from torch.nn import functional as F
 
 import shoal
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, RunError, ShoalError
 from shoal.exchanging.servers import shared_memory as shared
+from shoal.replicas.in_step import InStep
 from shoal.replicas.roll_call import Presence, replicas_of
 from tests.exchanging.together import batch, network, sgd
-from tests.replicas.own_loop_cases import OPTIMIZERS, backward, in_groups
+from tests.replicas.own_loop_cases import OPTIMIZERS, backward, in_groups, start_and_die
 from tests.replicas.worlds import said_of, world
 
 pytestmark = pytest.mark.timeout(400)
@@ -125,6 +126,14 @@ def test_a_server_that_dies_is_an_error_after_which_nothing_is_left() -> None:
         exchange.close()
 
 
+@pytest.mark.parametrize("name", ["downpour", "sync"])
+def test_a_server_that_dies_at_its_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("shoal.exchanging.membership.meeting.start_server", start_and_die)
+    model = network()
+    with pytest.raises(RunError, match=r"server 0 was lost, and with it a part of the weights"):
+        shoal.exchange(model, sgd(model), name, servers="processes", shards=1)
+
+
 SERVERS_STEP = [
     ("sync", {}, "use the exchange 'allreduce'"),
     ("backup", {"backups": 0}, "use the exchange 'allreduce'"),
@@ -193,6 +202,16 @@ def test_adagrad_at_the_servers_is_torchs_own() -> None:
         train(exchanged, optimizer, exchange)
     for plain, trained in zip(expected.parameters(), exchanged.parameters(), strict=True):
         assert torch.equal(plain, trained)
+
+
+def test_momentum_that_adagrad_at_the_servers_would_drop_is_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigError, match=r"as Adagrad, and cannot do momentum=0\.9 of SGD\.") as caught:
+        shoal.exchange(model, sgd(model), "downpour", rule="adagrad")
+    assert caught.value.remedy.startswith("Give momentum=0, or torch.optim.Adagrad; or, to keep it, give rule='add'")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.exchange(model, optimizer, "downpour", rule="adagrad") as exchange:
+        train(model, optimizer, exchange)
 
 
 def test_what_is_changed_later_and_servers_do_not_hear_of_is_refused() -> None:
@@ -314,7 +333,7 @@ TWO = [
     *(f"unequal:{name}" for name in (*UNEQUAL, *OWN_WEIGHTS)),
     *("equal:allreduce", "equal:sync_threads", "uneven:allreduce", "uneven:sync_threads"),
     *("lost:direct", "lost:allreduce", "lost:dasgd", "lost:backup", "lost_in_step:allreduce", "lost_in_step:sync"),
-    *("different", "optimizers", "own_steps"),
+    *("different", "optimizers", "own_steps", "dead_server:processes", "strangers:direct"),
 ]
 FOUR = [
     *("exact:allreduce", "exact:sync_threads", "misfits"),
@@ -352,6 +371,19 @@ def test_replicas_in_step_with_unequal_batches_are_told_so_on_all_ranks(two: lis
         assert f"{done} has finished after {steps} steps, and {other} takes its step {step}" in problem
 
 
+def test_news_of_a_finish_that_come_after_all_went_on_are_old() -> None:
+    steps = InStep("sync", 0, str, survives=False)
+    interrupted: list[str] = []
+    steps.go_on(after=1)
+    steps.hear({"finished": 1, "steps": 0, "round": 0}, lambda: interrupted.append("late"))
+    with steps.step(lambda: None):
+        pass
+    steps.hear({"finished": 1, "steps": 1, "round": 2}, lambda: interrupted.append("now"))
+    with pytest.raises(RunError, match="1 has finished after 1 steps"), steps.step(lambda: None):
+        pass
+    assert not interrupted
+
+
 @pytest.mark.parametrize("case", [case for case in TWO if case.startswith("lost:")])
 def test_a_replica_that_was_lost_is_not_awaited(two: list[dict[str, Any]], case: str) -> None:
     assert len(two[0][case]) == 1
@@ -363,6 +395,23 @@ def test_a_step_that_cannot_be_made_names_who_is_gone(two: list[dict[str, Any]],
     kind, problem, _ = two[0][f"lost_in_step:{name}"]
     assert kind == "PeerError"
     assert problem == f"replica 1 (rank 1) was lost, and {name!r} cannot make a step without it."
+
+
+def test_a_server_that_dies_at_its_start_is_told_of_at_once_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    """Not after the time-out, which is longer than a world may take here."""
+    for said in two:
+        kind, problem, remedy = said["dead_server:processes"]
+        assert kind == "RunError"
+        assert problem.startswith("server ")
+        assert problem.endswith(" was lost, and with it a part of the weights.")
+        assert remedy.startswith("Look at what it printed above")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port stays open")
+def test_where_replicas_found_each_other_nobody_else_is_heard(two: list[dict[str, Any]]) -> None:
+    for said in two:
+        assert said["strangers:direct"]["during"] == "not heard"
+    assert two[0]["strangers:direct"]["after"] == "heard"
 
 
 def test_what_ranks_give_differently_all_refuse_in_the_same_words(two: list[dict[str, Any]]) -> None:

@@ -537,7 +537,7 @@ def test_poll_tells_of_frames_and_of_the_end(links: tuple[Link, Link]) -> None:
 def test_what_is_no_frame_is_told_and_ends_the_link(words: bytes) -> None:
     with wire() as (near, theirs):
         theirs.sendall(words)
-        with pytest.raises(LinkLost, match=r"what the wire sent is no frame of Shoal's") as caught:
+        with pytest.raises(LinkLost, match=r"the wire sent bytes that are not a Shoal message") as caught:
             near.receive()
         assert "Something else talks at that address" in caught.value.remedy
         with pytest.raises(LinkLost):

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.strangers.attack import attack, room_for
 from benchmarks.strangers.ports import ports_of, tree
+from shoal.replicas.journal import TROUBLES
 from tests.cli.commands import begin
 from tests.cli.conftest import tiny
 from tests.cli.test_exchange import LONG, end, goes_on, lines, mine, under_way, wait_for
@@ -70,7 +71,7 @@ def test_strangers_at_every_port_harm_nobody_and_learn_nothing(
 
         goes_on(out, run)
         assert lines(out, "steps")[-1]["active"] == [0, 1]
-        assert not [*lines(out, "lost"), *lines(out, "frozen"), *lines(out, "server lost")]
+        assert not [line for trouble in TROUBLES for line in lines(out, trouble)]
         assert [process for pid in tree(run.pid) if (process := psutil.Process(pid)).num_fds() > FILES // 2] == []
         assert ports_of(tree(run.pid)) == ports
         printed = end(run)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from shoal.errors import PeerError
+from shoal.errors import PeerError, RunError, ShoalError
 from shoal.exchanging.membership.tickets import Tickets
 from shoal.exchanging.servers.shared_memory import SharedFolder
 from shoal.transport.links import (
@@ -43,6 +43,8 @@ PLACE_SECONDS = 20.0
 CLOSE_SECONDS = 5.0
 """Time that threads have to end after their links were closed."""
 
+FAILED = "failed"
+"""In an answer: problem and remedy of what keeps everybody from going on."""
 MOST_REPLICAS = 1 << 20
 """Replica numbers above this are refused."""
 NO_PROGRESS = -1
@@ -136,22 +138,23 @@ class Coordinator:
         self._shared = shared
         self._servers: dict[int, tuple[Link | None, Address, str]] = {}
         self._frozen_servers: set[int] = set()
+        self._lost_servers: set[int] = set()
         self._to_start: dict[int, list[int]] | None = None if servers_on_hosts else {}
         """Servers that replicas have yet to start on their hosts; None until that is decided."""
         self._tickets = Tickets(wanted, replicas) if wanted else None
         self._welcome, self._answer, self._on_event = welcome or {}, answer, on_event
         self._closing = False
         self._resting: set[int] = set()
-        self.errors: list[Exception] = []
-        """What went wrong here, unless `on_error` was given."""
-        self._tell_error = on_error or self.errors.append
+        self.failure: ShoalError | None = None
+        """Why nobody can go on, if so."""
+        self._tell_error = on_error or self.fail
         self._waiting: list[Waiting] = []
         self._expected = set(range(replicas))
         """Replicas that the run was to begin with and that have not come."""
         self._last_needed = time.monotonic()
         """When some replica was last seen that may still need others."""
         allow_many_files()
-        self._crowd = Crowd(heartbeat, name="shoal-members")
+        self._crowd = Crowd(heartbeat, on_error=self._tell_error, name="shoal-members")
         self._closed = threading.Event()
         self._clock = threading.Thread(target=self._look, name="shoal-clock", daemon=True)
         self._clock.start()
@@ -200,6 +203,21 @@ class Coordinator:
                 self._tell_servers()
             self.answer_waiting()
 
+    def fail(self, error: Exception) -> None:
+        """Nobody can go on: replicas that wait for an answer, and those that ask from now on, are told why.
+
+        What goes wrong here is such an error, unless `on_error` was given.
+        """
+        with self.changed:
+            if self.failure is None and not self._closing:
+                self.failure = error if isinstance(error, ShoalError) else _bug(error)
+                self.answer_waiting()
+                self.changed.notify_all()
+
+    def _failed(self) -> Mapping[str, Any] | None:
+        """What everybody is answered after a failure."""
+        return None if self.failure is None else {FAILED: [self.failure.problem, self.failure.remedy]}
+
     def suspect(self, replica: int, *, hangs: bool) -> None:
         """Treat a replica as frozen because it makes no progress, though it gives signs of life; or no longer."""
         with self.changed:
@@ -212,7 +230,7 @@ class Coordinator:
     def _serve(self, link: Link, hello: Mapping[str, Any]) -> bool:
         """A new link: from now on receive what comes on it."""
         link.give_up_after(self._timeout)
-        match fields.text(hello, "as", ("replica", "pulse", "ear", "server")):
+        match fields.text(hello, "as", ("replica", "pulse", "ear", "server", "end of server")):
             case "replica":
                 self._take_replica(link, hello)
             case "pulse":
@@ -221,6 +239,9 @@ class Coordinator:
                 self._take_ear(link, hello)
             case "server":
                 self._take_server(link, hello)
+            case "end of server":
+                self.lose_server(fields.integer(hello, "number", most=self._wanted_servers - 1))
+                return False
         return True
 
     def _listen(
@@ -238,8 +259,6 @@ class Coordinator:
             except LinkError as error:  # what came was malformed
                 lost()
                 tell_of_nonsense(link, error)
-            except Exception as error:
-                self._tell_error(error)
             return False
 
         link.timeout, link.on_stall = self._heartbeat, silent
@@ -302,6 +321,8 @@ class Coordinator:
 
     def _reply(self, member: Member, frame: Frame) -> tuple[Mapping[str, Any], list[Any]] | None:
         """The answer; None where it comes later."""
+        if (failed := self._failed()) is not None:
+            return failed, []
         match frame.head["ask"]:
             case "servers":
                 self.answer_later(member, partial(self._all_servers, member, time.monotonic()))
@@ -335,11 +356,13 @@ class Coordinator:
         waiting, self._waiting = self._waiting, []
         for asker in waiting:
             try:
-                answer = asker.ready()
-            except PeerError as error:
+                answer = self._failed() or asker.ready()
+            except Exception as error:
                 self._tell_error(error)
-                self._lose(asker.member, "lost")
-                continue
+                answer = self._failed()
+                if answer is None:
+                    self._lose(asker.member, "lost")
+                    continue
             if answer is None:
                 self._waiting.append(asker)
             else:
@@ -421,7 +444,10 @@ class Coordinator:
         self.events.append(event)
         self._tell_members()
         if not self._closing:
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception as error:  # whoever hears of events must not keep others from being heard
+                self._tell_error(error)
         self.answer_waiting()
         self.changed.notify_all()
 
@@ -486,7 +512,7 @@ class Coordinator:
             self._tell_servers()
             self.answer_waiting()
             self.changed.notify_all()
-        lost, silent = partial(self._lose_server, number), partial(self._note_server, number, frozen=True)
+        lost, silent = partial(self.lose_server, number), partial(self._note_server, number, frozen=True)
         self._listen(link, partial(self._hear_server, number), lost, silent).watched = True
 
     def _hear_server(self, number: int, guest: Guest) -> bool:
@@ -501,9 +527,11 @@ class Coordinator:
             self._frozen_servers ^= {number}
             self._tell("server frozen" if frozen else "server back", number)
 
-    def _lose_server(self, number: int) -> None:
+    def lose_server(self, number: int) -> None:
+        """A server ended, perhaps before it came; its link may have said so before."""
         with self.changed:
-            if not self._closing:
+            if not self._closing and number not in self._lost_servers:
+                self._lost_servers.add(number)
                 self._tell("server lost", number)
 
     def _add_server(self, link: Link | None, said: Mapping[str, Any]) -> int:
@@ -562,3 +590,9 @@ class Coordinator:
             if server is not None:
                 with suppress(LinkError):  # the thread that receives from it notices; it is told again when it is back
                     server.send(told)
+
+
+def _bug(error: Exception) -> RunError:
+    told = RunError(f"the coordinator failed: {type(error).__name__}: {error}.", "This is a bug: please report it.")
+    told.__cause__ = error
+    return told

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from shoal.errors import RunError
+from shoal.exchanging.membership.coordinator import FAILED
 from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.pulse import Pulse
 from shoal.transport import Transport
@@ -69,12 +71,15 @@ class Seat:
         return self.hear()
 
     def send(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
-        """Ask now; `answer` receives the answer later."""
+        """Ask now; `hear` receives the answer later."""
         self._asking().send(head, buffers)
 
     def hear(self) -> Frame:
-        """The answer to the oldest question that is not answered yet."""
-        return self._asking().receive()
+        """The answer to the oldest question that is not answered yet; a `RunError` where nobody can go on says why."""
+        frame = self._asking().receive()
+        if (failed := frame.head.get(FAILED)) is not None:
+            raise RunError(*failed)
+        return frame
 
     def _asking(self) -> Link:
         if self._link is None:

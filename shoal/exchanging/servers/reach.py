@@ -1,20 +1,26 @@
 """The shards of the common weights as one rank of a replica reaches them: in shared memory, or on servers."""
 
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.servers.process import start_server
 from shoal.exchanging.servers.server import LocalShard, RemoteShard, Server, ShardClient, Terms
 from shoal.exchanging.servers.shared_memory import SharedFolder
 from shoal.exchanging.servers.slices import Slice, cut_over
-from shoal.transport.links import own_address
+from shoal.transport.agreement import agree
+from shoal.transport.links import JSON, LinkError, connect, own_address
 
 SHARD_ELEMENTS = 1 << 20
 """In shared memory: weights per shard, unless told otherwise, so that replicas rarely wait for the same one."""
 MOST_SHARDS = 16
+TELL_SECONDS = 5.0
+"""Time in which the coordinator is told that a server has ended, unless it has ended itself."""
 
 
 def reach_shards(
@@ -33,7 +39,7 @@ def reach_shards(
         mapped = SharedFolder(folder).shards(seat.rank, layout, kinds, policy)
         filled = [slices for slices in layout if slices]
         return [(slices, LocalShard(shard, timeout)) for slices, shard in zip(filled, mapped, strict=True)]
-    servers = _servers(seat) if seat.rank == 0 else None
+    servers = agree(replica.transport, lambda: _servers(seat) if seat.rank == 0 else None)
     servers = next(told for told in replica.transport.gather_objects(servers) if told is not None)
     reached: list[tuple[Sequence[Slice], ShardClient]] = []
     for which, (((host, port), token), slices) in enumerate(
@@ -59,7 +65,15 @@ def _servers(seat: Seat) -> list[Any]:
             return list(told["servers"])
         for number in told["start"]:
             process = start_server(seat.meeting.address, seat.meeting.token, number)
-            threading.Thread(target=process.wait, name="shoal-server", daemon=True).start()
+            threading.Thread(target=_watch, args=(process, seat.meeting, number), daemon=True).start()
+
+
+def _watch(process: "subprocess.Popen[bytes]", meeting: Meeting, number: int) -> None:
+    """Tell the coordinator when a server has ended, perhaps before it could make itself known."""
+    process.wait()
+    hello: dict[str, JSON] = {"as": "end of server", "number": number}
+    with suppress(LinkError):  # it ends with the coordinator
+        connect(meeting.address, meeting.token, hello, name="the coordinator", timeout=TELL_SECONDS).close()
 
 
 def serve_in_threads(seat: Seat, number: int, count: int) -> Server | None:

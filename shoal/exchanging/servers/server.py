@@ -69,7 +69,7 @@ class Terms:
         if not isinstance(terms, dict) or not {"sizes", "dtypes", "rule"} <= set(terms) <= set(
             cls.__dataclass_fields__
         ):
-            raise fields.refused("a replica did not say what the shard is that it wants to be held.")
+            raise fields.refused("a replica asked for a shard but did not give its sizes, dtypes and rule.")
         sizes, kinds = fields.integers(terms, "sizes"), terms.get("dtypes")
         if not isinstance(kinds, list) or len(kinds) != len(sizes) or not all(kind in DTYPES for kind in kinds):
             raise fields.refused("the dtypes of a shard are not those of its tensors.")
@@ -276,7 +276,7 @@ class _Desk:
 
     def answer(self, head: Mapping[str, Any]) -> None:
         shard, link = self._held.shard, self._link
-        match fields.text(head, "op", ("begin", "wait", "exchange", "snapshot")):
+        match fields.text(head, "op", ("begin", "wait", "speak", "snapshot")):
             case "begin":
                 states = fields.integer(head, "slots", most=shard.policy.rule.states)
                 count = len(shard.weights)
@@ -290,7 +290,7 @@ class _Desk:
             case "wait":
                 self._held.begun.wait()
                 link.send({"version": shard.version})
-            case "exchange":
+            case "speak":
                 self._push_and_fetch(head)
             case "snapshot":
                 with self._held.whole.lent(link) as room:
@@ -469,7 +469,10 @@ class LocalShard:
             if self._shard.ready:
                 return self._shard.version
             pause.wait(0.01)
-        raise PeerError("nobody gave the shared weights their first values.", "Look at what the first replica did.")
+        raise PeerError(
+            f"no replica put first weights into shared memory within {self._timeout:g} seconds.",
+            "Read replica 0's messages.",
+        )
 
     def ask(self, push: Push | None, *, fetch: bool, at_least: int = 0) -> None:  # noqa: ARG002  (of the protocol)
         self._push = push
@@ -526,7 +529,7 @@ class RemoteShard:
         return int(self._link.receive().head["version"])
 
     def ask(self, push: Push | None, *, fetch: bool, at_least: int = 0) -> None:
-        head: dict[str, Any] = {"op": "exchange", "kind": None, "sparse": None, "at_least": at_least, "fetch": fetch}
+        head: dict[str, Any] = {"op": "speak", "kind": None, "sparse": None, "at_least": at_least, "fetch": fetch}
         if push is None:
             self._link.send(head)
             return

@@ -185,7 +185,7 @@ class SharedFolder:
         path = self.path / name
         with path.open("ab") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size * kind.itemsize)
+                _reserve(file.fileno(), size * kind.itemsize)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
@@ -209,6 +209,20 @@ class SharedFolder:
             if words[1] == "FLOCK" and words[4] in wanted and words[5].rpartition(":")[2] in inodes:
                 return True
         return False
+
+
+def _reserve(file: int, size: int) -> None:
+    """Make a file so large, which others may have done and filled already; an `OSError` where there is no room.
+
+    Where the system cannot reserve memory (macOS) it looks whether there is enough now.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    there = os.fstatvfs(file)
+    if os.fstat(file).st_size < size > there.f_bavail * there.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(file, size)
 
 
 def _is_locked(path: Path) -> bool:

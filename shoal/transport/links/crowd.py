@@ -4,7 +4,8 @@ Promise   whatever comes on a link is received in a thread of its own, one at a 
           is watched and on which nothing came for some time is reported as silent, again and again.
 Cost      one thread, `SPARE` more that wait for work, and one for each link that is being received from at a moment.
 Failure   of a link that is lost the receiver is called once more, and gets the error; one that was closed here is
-          forgotten without a call.
+          forgotten without a call. What a receiver or a report of silence raises goes to `on_error`; that receiver's
+          link is closed, and all others are heard as before.
 """
 
 import queue
@@ -43,15 +44,18 @@ class Guest:
 
 
 Hear = Callable[[Guest], bool]
-"""Receives what came; False where the link is over. It may take long, and must not raise."""
+"""Receives what came; False where the link is over. It may take long."""
 
 
 class Crowd:
     """Hears links until `close`. Thread-safe."""
 
-    def __init__(self, silence: float, name: str = "shoal-crowd") -> None:
-        """`silence`: seconds without anything received after which `on_silence` of a `watched` link is called."""
-        self._name, self._silence = name, silence
+    def __init__(self, silence: float, *, on_error: Callable[[Exception], None], name: str = "shoal-crowd") -> None:
+        """`silence`: seconds without anything received after which `on_silence` of a `watched` link is called.
+
+        `on_error` gets what receivers and `on_silence` raise, in any thread.
+        """
+        self._name, self._silence, self._on_error = name, silence, on_error
         self._lock = threading.Lock()
         self._idle = 0
         self._work: queue.SimpleQueue[Guest | None] = queue.SimpleQueue()
@@ -144,7 +148,10 @@ class Crowd:
                     selector.unregister(number)
             elif guest.watched and now - guest.last > self._silence:
                 guest.last = now
-                guest.on_silence()
+                try:
+                    guest.on_silence()
+                except Exception as error:
+                    self._on_error(error)
 
     def _forget(self, guest: Guest) -> None:
         for number in [number for number, known in self._guests.items() if known is guest]:
@@ -162,10 +169,17 @@ class Crowd:
             self._lent.add(thread)
         thread.start()
 
+    def _heard(self, guest: Guest) -> bool:
+        try:
+            return guest.hear(guest)
+        except Exception as error:
+            self._on_error(error)
+            return False
+
     def _serve(self, first: Guest) -> None:
         guest: Guest | None = first
         while guest is not None:
-            goes_on = guest.hear(guest)
+            goes_on = self._heard(guest)
             guest.last = time.monotonic()
             if not goes_on:
                 guest.link.close()

@@ -346,9 +346,9 @@ class Link:
         )
 
     def _talks_otherwise(self) -> LinkLost:
-        self._lose(f"what {self.name} sent is no frame of Shoal's.")
+        self._lose(f"{self.name} sent bytes that are not a Shoal message.")
         return LinkLost(
-            f"what {self.name} sent is no frame of Shoal's.",
+            f"{self.name} sent bytes that are not a Shoal message.",
             "Something else talks at that address, or another version of Shoal: check the address.",
         )
 

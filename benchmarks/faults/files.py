@@ -1,0 +1,45 @@
+"""Whether the files of a run's folder are whole."""
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+
+from shoal.errors import ShoalError
+from shoal.plan import Plan
+from shoal.training.checkpoint import read_own
+from shoal.training.run_folder import RunFolder
+
+
+def what_is_not_whole(path: Path) -> list[str]:
+    """What is wrong with the files that a run left when it ended."""
+    folder = RunFolder(path)
+    wrong = [f"half a file is left: {draft.name}" for draft in path.glob(".*.tmp")]
+    for file, read in (
+        (folder.config, lambda: yaml.safe_load(folder.config.read_text())["model"]),
+        (folder.plan, lambda: Plan.load(folder.plan)),
+        (folder.metrics, lambda: _read_lines(folder.metrics)),
+        (folder.checkpoint, lambda: _read_checkpoint(folder)),
+    ):
+        try:
+            if file.exists():
+                read()
+        except (ShoalError, OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError) as error:
+            wrong.append(f"{file.name} is not whole: {type(error).__name__}: {error}")
+    return wrong
+
+
+def _read_lines(path: Path) -> None:
+    text = path.read_text()
+    if text and not text.endswith("\n"):
+        raise ValueError("its last line is not")
+    for line in text.splitlines():
+        json.loads(line)
+
+
+def _read_checkpoint(folder: RunFolder) -> None:
+    """With the own states of replicas that it names."""
+    content = torch.load(folder.checkpoint, weights_only=True)
+    for replica, moment in content.get("own", {}).items():
+        read_own(folder.own_state(replica, moment))
