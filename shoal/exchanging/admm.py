@@ -128,4 +128,6 @@ class Admm(OwnWeights, Downpour):
     def put_own_state(self, state: Mapping[str, Tensor]) -> None:
         super().put_own_state({name: value for name, value in state.items() if not name.startswith("dual/")})
         for name, dual in zip(self.replica.names, self._duals, strict=True):
+            if f"dual/{name}" not in state:
+                raise ValueError(f"there are no multipliers of {name}")
             dual.copy_(state[f"dual/{name}"])

@@ -365,6 +365,8 @@ class Gossip(OwnWeights):
         return {**super().own_state(), "share": torch.tensor(self.share, dtype=torch.float64)}
 
     def put_own_state(self, state: Mapping[str, Tensor]) -> None:
+        if "share" not in state:
+            raise ValueError("there is no share")
         with self._mixing:
             super().put_own_state({name: value for name, value in state.items() if name != "share"})
             self.share = float(state["share"])

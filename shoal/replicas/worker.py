@@ -316,7 +316,8 @@ def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None
             fits = False
     if not all(row[0] for row in transport.gather_numbers([fits])):
         raise CheckpointError(
-            f"what the replica had of its own, in {str(path)!r}, is that of another plan.", "Give the plan as it was."
+            f"what the replica had of its own, in {str(path)!r}, is that of another plan or of other exchange options.",
+            "Give --plan, --workers and --exchange-options as they were.",
         )
 
 
