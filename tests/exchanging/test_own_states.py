@@ -1,9 +1,11 @@
 """What a replica has of its own goes through a checkpoint whole, and that of another exchange is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.exchanging.gossip import Gossip
 from tests.exchanging.test_averaging import acquainted, drained, sides
@@ -29,7 +31,7 @@ def trained(side: Any, steps: int = 3) -> list[Side]:
         for number in range(steps):
             replica.step(*batch(2 * number + replica.number, kind=torch.float64))
 
-    at_once([lambda replica=replica: train(replica) for replica in pair])
+    at_once([partial(train, replica) for replica in pair])
     if isinstance(pair[0].exchange, Gossip):
         drained(pair)
     return pair
@@ -55,7 +57,7 @@ def test_what_a_replica_has_of_its_own_comes_back_whole(kind: str) -> None:
     ("saved_by", "given_to"), [("local", "average once"), ("average once", "local"), ("easgd", "admm")]
 )
 def test_what_another_exchange_saved_is_refused(saved_by: str, given_to: str) -> None:
-    states = []
+    states: list[dict[str, Tensor]] = []
     for kind in (saved_by, given_to):
         name, servers, options = KINDS[kind]
         with meeting(name, 2, servers=servers, **options) as (side, _):
