@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.capturing.attributes import short
@@ -234,13 +234,11 @@ class Caller:
     def _besides(self, own: GivenCall, *, sync: bool) -> tuple[tuple[str, object], ...]:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        states = self.states.tensors().items()
-        frozen = [name for name, state in states if isinstance(state, nn.Parameter) and not state.requires_grad]
         return (
             ("inputs of", [str(tensor.dtype) for tensor in own.call.tensors]),
             ("autocast to", str(autocast)),
             ("no_sync", not sync),
-            ("parameters that do not learn:", frozen),
+            ("parameters that do not learn:", self.states.frozen()),
             ("changed the buffers", self._buffers.changed()),
             *(
                 (f"passed {name}, of which all must have the same,", mark_of(shared))
