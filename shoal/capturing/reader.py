@@ -293,8 +293,9 @@ class _Reader:
         source = self.counting.get(value, value)
         if self.references.get(source) != State(name):
             raise CaptureError(
-                f"the network changes its buffer {buffer!r} in a way that a plan cannot follow.",
-                "Keep running values outside of shoal.parallelize, or use batch norm's.",
+                f"forward writes buffer {buffer!r}{line_of(value)} (such as spectral_norm's power iteration); only "
+                "batch norm's statistics and counters can be followed.",
+                "Update it outside of forward.",
             )
 
     def _used_for(self, outputs: Sequence[str]) -> tuple[Layer, ...]:

@@ -37,7 +37,7 @@ class Replica:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in trained}
         self.optimizer = optimizer
         self.names = [name for name in self.parameters if speaks_for is None or name in speaks_for]
-        self.weights = [flat(self.parameters[name].detach()) for name in self.names]
+        self.weights = [flat(bare(self.parameters[name])) for name in self.names]
         """Views of the parameters: writing to them is writing to the network."""
         self._tell = tell
         self.transport = transport or Transport(alone=True)
@@ -63,7 +63,7 @@ class Replica:
     def tell_weights(self) -> None:
         """Give the weights that this rank changed to the replica's other ranks. All ranks of the replica call it."""
         if self._tell is not None:
-            self._tell({name: parameter.detach() for name, parameter in self.parameters.items()})
+            self._tell({name: bare(parameter) for name, parameter in self.parameters.items()})
 
     def tell_gradients(self) -> None:
         """Give the gradients that this rank changed to the replica's other ranks. All ranks of the replica call it."""
@@ -74,7 +74,7 @@ class Replica:
         """A digest of this rank's weights: the same only for the same bits. Cost: one pass over them."""
         digest = hashlib.blake2b(digest_size=16)
         for parameter in self.parameters.values():
-            digest.update(flat(parameter.detach()).cpu().view(torch.uint8).numpy().data)
+            digest.update(flat(bare(parameter)).cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def remembered(self, what: str) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Replica:
 
     def state(self) -> dict[str, Tensor]:
         """Weights of this rank and what its optimizer remembers of each, by name."""
-        weights = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        weights = {f"weight/{name}": bare(parameter) for name, parameter in self.parameters.items()}
         return weights | self.optimizer_state()
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class Replica:
             if weight is None or weight.shape != parameter.shape:
                 raise ValueError(f"there is no weight {name} of shape {tuple(parameter.shape)}")
         for name, parameter in self.parameters.items():
-            parameter.detach().copy_(state[f"weight/{name}"])
+            bare(parameter).copy_(state[f"weight/{name}"])
         self.put_optimizer_state({key: value for key, value in state.items() if not key.startswith("weight/")})
 
     def put_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
@@ -158,6 +158,12 @@ def taken_over(optimizer: torch.optim.Optimizer, way_out: str, *, adagrad: bool 
 
 _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "lr_decay": 0, "eps": 1e-10}
 """Settings of SGD and Adagrad that servers cannot change, and the values that they have there."""
+
+
+def bare(parameter: Tensor) -> Tensor:
+    """A parameter's memory as an ordinary tensor, also where it is a part and refuses what sees it as a whole."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
 
 
 def flat(tensor: Tensor) -> Tensor:

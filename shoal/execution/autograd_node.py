@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.errors import RunError
 from shoal.execution.around import is_batch_of_gradients, outside_of_transforms
+from shoal.execution.cut_parameters import plainly
 from shoal.execution.tape import Tape
 from shoal.execution.untouched import Change
 from shoal.execution.variants import Ready, Variant
@@ -71,10 +72,11 @@ class Step(torch.autograd.Function):
         ctx: Any, passes: "Passes", request: Request, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Run the pass, and mark the results that have no gradient."""
-        results, tape = passes.forward(request, record=True)
+        with plainly():
+            results, tape = passes.forward(request, record=True)
+            ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.passes, ctx.request, ctx.tape, ctx.names = passes, request, tape, names
         ctx.number = passes.next_number()
-        ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.set_materialize_grads(False)
         flowing = [fetch.value in tape.route.grads_for for fetch in tape.program.outputs]
         given = [tensor.data_ptr() for tensor in request.inputs.values()]
@@ -86,6 +88,11 @@ class Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients that the pass asks for. A collective."""
+        with plainly():
+            return Step._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
         request, tape = ctx.request, ctx.tape
         count = len(request.inputs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.capturing.attributes import short
@@ -79,6 +79,8 @@ class Caller:
         self._asked = {question: at for one in self.first.values() for question, at in one.form.asked.items()}
         self._settings: list[tuple[str, str]] = []
         """Of the last pass."""
+        self._sizes: set[object] = set()
+        """Of inputs, without samples, that it was captured for."""
         root = self.tree.root
         flags = {name: module.training for name, module in root.named_modules()}
         for mode, variant in self.first.items():
@@ -94,6 +96,7 @@ class Caller:
                 targets = [f"torch.{graph.inputs[name].dtype}" for name in graph.targets]
                 key = (self.tree.key(), self.example.form, sizes, mode, self._answers(self.example, targets))
             self.variants[key] = variant
+            self._sizes.add(sizes)
             self._follows[self.example.form] = follows
             for name, module in root.named_modules():
                 module.training = flags[name]
@@ -234,13 +237,11 @@ class Caller:
     def _besides(self, own: GivenCall, *, sync: bool) -> tuple[tuple[str, object], ...]:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        states = self.states.tensors().items()
-        frozen = [name for name, state in states if isinstance(state, nn.Parameter) and not state.requires_grad]
         return (
             ("inputs of", [str(tensor.dtype) for tensor in own.call.tensors]),
             ("autocast to", str(autocast)),
             ("no_sync", not sync),
-            ("parameters that do not learn:", frozen),
+            ("parameters that do not learn:", self.states.frozen()),
             ("changed the buffers", self._buffers.changed()),
             *(
                 (f"passed {name}, of which all must have the same,", mark_of(shared))
@@ -353,16 +354,23 @@ class Caller:
             variant = self._planned(self._traced(own, batch))
             own.key = self._key(own)  # it may have asked something new
             self.variants[own.key] = variant
-            self._announce(own.call)
+            self._announce(own.call, own.key[2])
         return self.variants[own.key]
 
-    def _announce(self, call: Call) -> None:
-        known = len(self.variants)
+    def _announce(self, call: Call, sizes: object) -> None:
+        known, new = len(self.variants), sizes not in self._sizes
+        self._sizes.add(sizes)
         if self.transport.rank == 0:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
             change = differing(self._settings, self.tree.settings()) if self._settings else None
             why = "" if change is None else f"; {change[0]} is {short(change[2])} and was {short(change[1])}"
             log.info("captured the network anew for its present settings and inputs of %s (%d)%s", shapes, known, why)
+            if new:
+                log.warning(
+                    "inputs of %s are of a new size: captured the network for it, which is remembered (%d sizes now)",
+                    shapes,
+                    len(self._sizes),
+                )
             if known % _MANY_VARIANTS == 0:
                 log.warning(
                     "the network was captured %d times: settings of modules or sizes of inputs change often. Make a "

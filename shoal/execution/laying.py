@@ -107,6 +107,8 @@ def lay(
     )
     if laid.cuts_parameters:
         tell_torch(laid)
+        if in_place:
+            laid._states.mark_cut()
     return laid
 
 

@@ -16,6 +16,7 @@ from shoal.errors import RunError
 from shoal.execution.around import outside_of_transforms, problem_around, refuse_writing_down, writing_down
 from shoal.execution.autograd_node import Step
 from shoal.execution.calling import Caller, Laying
+from shoal.execution.cut_parameters import plainly
 from shoal.execution.engine import Engine
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.passes import Passes
@@ -176,14 +177,14 @@ class ParallelModule(nn.Module):
             with outside_of_transforms():
                 self._caller.refuse(problem, flag=self._switches.flag)
         request = self._caller.agree(args, kwargs, flag=self._switches.flag, sync=self._switches.sync)
-        learning = {name: self._states[name] for name in request.ready.first_uses if name in self._states}
-        learning = {name: state for name, state in learning.items() if state.requires_grad}
+        learning = self._states.learning(request.ready.first_uses)
         if torch.is_grad_enabled() and (request.input_grads or learning):
             results = Step.apply(  # type: ignore[no-untyped-call]
                 self._passes, request, tuple(learning), *request.inputs.values(), *learning.values()
             )
         else:
-            results = self._passes.forward(request, record=False)[0]
+            with plainly():
+                results = self._passes.forward(request, record=False)[0]
         return request.variant.form.returned.build(results)
 
     @contextmanager

@@ -3,7 +3,7 @@
 State dicts of the modules are whole all the same: hooks gather on saving, which is a collective, and cut on loading.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.building import Draft
 from shoal.errors import CheckpointError
+from shoal.execution.cut_parameters import Cut, forget, mark, plainly
 from shoal.execution.given import Given
 from shoal.execution.transfer import begin_transfer
 from shoal.lowering.placement import sharers
@@ -106,8 +107,19 @@ class ShardedStates:
         shard = self.shard_of(name, tensor.detach(), self._rank)
         return nn.Parameter(shard, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shard
 
+    def mark_cut(self) -> None:
+        """Let every parameter that is cut refuse what would see this rank's part of it alone."""
+        for name, tensor in self.tensors().items():
+            if isinstance(tensor, nn.Parameter) and self.is_cut(name):
+                mark(tensor, Cut(name, self.layouts[name]))
+
     def __getitem__(self, name: str) -> Tensor:
         return self._places[name].tensor()
+
+    def bare(self, name: str) -> Tensor:
+        """A shard's memory, as an ordinary tensor without a gradient."""
+        with plainly():
+            return self[name].detach()
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -127,9 +139,11 @@ class ShardedStates:
 
     def shards(self) -> dict[str, Shard]:
         """Every tensor of this rank, with its place in the whole one."""
-        return {
-            name: Shard(self[name].detach(), self.layouts[name][self._rank], self.shapes[name]) for name in self._places
-        }
+        with plainly():
+            return {
+                name: Shard(self[name].detach(), self.layouts[name][self._rank], self.shapes[name])
+                for name in self._places
+            }
 
     def tensors(self) -> dict[str, Tensor]:
         """Every shard as it is now; the module may have been moved or converted since."""
@@ -144,6 +158,18 @@ class ShardedStates:
             if place.leaf not in place.owner._parameters
         ]
 
+    def learning(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of these states that learn."""
+        states = {name: self[name] for name in names if name in self}
+        with plainly():
+            return {name: state for name, state in states.items() if state.requires_grad}
+
+    def frozen(self) -> list[str]:
+        """Parameters that do not learn."""
+        with plainly():
+            states = self.tensors().items()
+            return [name for name, state in states if isinstance(state, nn.Parameter) and not state.requires_grad]
+
     def ranks_of(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same shard as `rank`."""
         box = self.layouts[name][rank]
@@ -157,7 +183,7 @@ class ShardedStates:
         """All tensors whole, under the original keys; empty on other ranks if `rank0_only`. A collective."""
         kept = set(self.keys.values())
         full = {
-            name: self.gather_one(name, transport, self[name].detach(), rank0_only=rank0_only)
+            name: self.gather_one(name, transport, self.bare(name), rank0_only=rank0_only)
             for name in self.shapes
             if name in kept
         }
@@ -172,18 +198,20 @@ class ShardedStates:
         mine, everything = owned[transport.rank], Need(whole(self.shapes[name]))
         readers = tuple(everything if rank == 0 or not rank0_only else None for rank in range(transport.world))
         moves = add_moves(owned, tuple(None if need is None else need.box for need in readers))
-        like = self[name].detach() if shard is None else shard
         transport.label = "states"
-        full = begin_transfer(
-            shard, mine, readers[transport.rank], moves, transport, tag=0, like=like, add=False
-        ).wait()
-        return None if full is None else full.clone()
+        with plainly():
+            like = self.bare(name) if shard is None else shard
+            full = begin_transfer(
+                shard, mine, readers[transport.rank], moves, transport, tag=0, like=like, add=False
+            ).wait()
+            return None if full is None else full.clone()
 
     def make_whole(self, transport: Transport) -> None:
         """Put whole tensors, and whole gradients where a rank has one, in the place of the shards. A collective."""
         for own in self.cut_leaves().values():
             for name in own.values():
                 tensor = self[name]
+                forget(tensor)
                 grad, tensor.grad = tensor.grad, None
                 tensor.data = self._everywhere(name, transport, tensor.detach())
                 if any(transport.gather_objects(grad is not None)):
@@ -206,7 +234,7 @@ class ShardedStates:
                 f"the state does not belong to this network: {key!r} {problem}.",
                 "Load a state of the same module, as full_state_dict or module.state_dict() gives it.",
             )
-        with torch.no_grad():
+        with torch.no_grad(), plainly():
             for key, name in self.keys.items():
                 box = self.layouts[name][rank]
                 if box is not None:
@@ -256,8 +284,7 @@ def _whole_in_state_dict(
         transport.header("state_dict")
         for leaf, name in leaves.items():
             if prefix + leaf in state_dict:
-                shard = states[name].detach()
-                full = states._everywhere(name, transport, shard)
+                full = states._everywhere(name, transport, states.bare(name))
                 states.given.note(prefix + leaf, full)
                 state_dict[prefix + leaf] = full
 

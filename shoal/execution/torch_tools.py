@@ -6,6 +6,7 @@ Where a plan cuts parameters, each rank sees a part of them. These of torch's to
     GradScaler                          an infinite gradient on one rank skips the step on all; a collective
     optimizers                          those that treat each element alone are right on a shard as they are; others
                                         (Adafactor, Muon, LBFGS, LAMB) are refused when they step
+    their step                          sees ordinary parameters, without the refusals of cut_parameters.py
     optimizer.state_dict()              gives whole tensors, as the network's does; a collective
     optimizer.load_state_dict()         takes whole tensors; each rank keeps its shards, when it next steps
     optimizers that stepped already     go on when the network is laid anew: what they remember becomes whole with it
@@ -14,7 +15,7 @@ Nothing is changed until the first network with cut parameters is made, and noth
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -23,10 +24,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import RunError
+from shoal.execution.cut_parameters import mark_again, unmark
 from shoal.execution.module import ParallelModule
 from shoal.execution.whole import grad_norm, norm_of
 
@@ -40,6 +42,8 @@ _ELEMENTWISE: set[type[Optimizer]] = {
 _known: list["weakref.ref[ParallelModule]"] = []
 """Networks with cut parameters, in the order in which they were made, which is that of all ranks."""
 _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_unmarked: "weakref.WeakKeyDictionary[Optimizer, list[Tensor]]" = weakref.WeakKeyDictionary()
+"""Parameters that are ordinary ones while an optimizer steps."""
 
 
 def elementwise_optimizer(kind: AnyOptimizer) -> AnyOptimizer:
@@ -71,6 +75,7 @@ def _tell_once() -> None:
     )
     GradScaler._unscale_grads_ = _agreed_infinities(GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
     Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
 
@@ -145,7 +150,7 @@ def _shards(optimizer: Optimizer) -> list[tuple[ParallelModule, str, Tensor]]:
     ]
 
 
-def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+def _before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not _known:
         return
     cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
@@ -167,6 +172,15 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         if not any(known() is optimizer for known in network._optimizers):
             network._optimizers.append(weakref.ref(optimizer))
     _take_shards(optimizer, cut)
+    if not any(closure is not None for closure in (*args[1:], *kwargs.values())):  # in which a script may do anything
+        for _, _, parameter in cut:
+            if unmark(parameter):
+                _unmarked.setdefault(optimizer, []).append(parameter)
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    for parameter in _unmarked.pop(optimizer, ()):
+        mark_again(parameter)
 
 
 def _take_shards(optimizer: Optimizer, cut: Iterable[tuple[ParallelModule, str, Tensor]]) -> None:

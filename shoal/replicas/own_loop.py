@@ -35,6 +35,7 @@ from shoal.exchanging import (
     take_seat,
 )
 from shoal.exchanging.membership.coordinator import Coordinator
+from shoal.exchanging.replica import bare
 from shoal.execution import ParallelModule
 from shoal.execution.whole import another_transport, ranks_of
 from shoal.launching import World, assembled, surrounding, table_of
@@ -430,7 +431,7 @@ def _presence(model: nn.Module, replica: Replica, ranks: tuple[int, ...], option
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             frozen.update(f"{name}{tuple(parameter.shape)}".encode())
-            frozen.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            frozen.update(bare(parameter).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return Presence(
         ranks=ranks,
         exchange=f"{options.name!r}{f' ({given})' if given else ''}",

@@ -134,7 +134,7 @@ def scaled_loss(plan: AnyPlan) -> None:
 
 def same_weights(model: shoal.ParallelModule, reference: nn.Module) -> None:
     for name, parameter in reference.named_parameters():
-        close(model.get_parameter(name).detach(), own_part(model, name, parameter.detach()))
+        close(model.shards()[name].tensor, own_part(model, name, parameter.detach()))
 
 
 def optimizers_of_whole_tensors(plan: AnyPlan) -> None:

@@ -1,8 +1,9 @@
 """More than one tensor in and out; flags, sizes and numbers of samples that change from call to call."""
 
+import io
 import os
 from collections import OrderedDict
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -317,16 +318,24 @@ def flag_argument(plan: AnyPlan) -> None:
 
 
 def other_sizes(plan: AnyPlan) -> None:
-    """Multi-scale training: another image size is captured when it first comes, and remembered."""
+    """Multi-scale training: another image size is captured when it first comes, which rank 0 says, and remembered."""
     reference, model = both(plan)
-    for size in ((8, 6), (12, 10), (8, 6), (5, 7)):
+    told = []
+    for size in ((8, 6), (12, 10), (8, 6), (5, 7), (12, 10)):
         x, y = batch(size=size)
         for net in (reference, model):
             net.zero_grad()
         learn(reference, x, y)
-        learn(model, mine(x), mine(y))
+        with redirect_stderr(io.StringIO()) as said:  # where Python's logging writes unless it is told otherwise
+            learn(model, mine(x), mine(y))
+            model.eval()(mine(x))
+        model.train()
+        told.append(said.getvalue())
         same_grads(model, reference)
     same_states(model, reference)
+    if rank() == 0:
+        assert "inputs of (3, 3, 12, 10) are of a new size: captured the network for it, which is remembered" in told[1]
+    assert [text.count("of a new size") for text in told] == ([0, 1, 0, 1, 0] if rank() == 0 else [0] * 5)
 
 
 class BatchRules(Parts):

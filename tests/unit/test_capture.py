@@ -643,7 +643,7 @@ REFUSED: dict[Function, str] = {
     writes_through_detach: r"in place where autograd does not see it",
     changes_a_parameter: r"in place where autograd does not see it",
     changes_its_input: r"changes its input 'x' in place at (.|\n)*x.clone\(\)",
-    changes_a_buffer: r"changes its buffer 'table'",
+    changes_a_buffer: r"forward writes buffer 'table' at .*\.py:\d+ \(.*\) \(such as (.|\n)*outside of forward",
     may_be_its_input: r"may be another tensor too",
     drops_attention: r"'scaled_dot_product_attention' draws random numbers",
     draws: r"'randn_like' draws random numbers",
