@@ -1,7 +1,8 @@
 """What is known about an operator stands in shoal/operators: nobody else asks what an operator is called.
 
 A text that names an operator is found where it is compared (`==`, `in`, `startswith`, a `case`), where it stands in a
-collection or is a key, and wherever it begins with `aten.`.
+collection or is a key, and wherever it begins with `aten.`; operators themselves (`torch.ops.aten.add.Tensor`) are
+found everywhere.
 """
 
 import ast
@@ -33,6 +34,24 @@ EXCEPTIONS = {
     ("data/augment.py", "flip"),
 }
 """(file, text) that may stand outside of shoal/operators."""
+
+OBJECTS = {
+    # nodes of a graph that are made, not asked about
+    ("capturing/prepare.py", "resolve_conj.default"),
+    ("capturing/prepare.py", "view_as_real.default"),
+    ("capturing/prepare.py", "view_as_complex.default"),
+    ("capturing/prepare.py", "to.dtype"),
+    ("capturing/prepare.py", "detach.default"),
+}
+"""(file, operator) likewise."""
+
+NOT_OF_LAYERS = {
+    "building/factory_journal.py": "what a function that makes a network calls to fill its weights",
+    "building/playing.py": "which of these calls can be played again on a box of the weights",
+    "building/recording.py": "which of these calls draw, and which make tensors",
+    "execution/cut_parameters.py": "which functions of torch a script may call on its part of a parameter",
+}
+"""Files that name operators and speak of no layer of a network."""
 
 
 def is_operator(text: str) -> bool:
@@ -86,16 +105,30 @@ def named(source: str) -> set[str]:
     return found
 
 
+def objects(source: str) -> set[str]:
+    """Operators of torch that stand in the code: `add.Tensor`; empty for their namespace alone, `torch.ops.aten`."""
+    tree = ast.parse(source)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    whole = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in inner]
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "torch.ops"]
+    known = [text.partition("ops.aten")[2].strip(".") for text in whole if "ops.aten" in text]
+    return {*known, *("" for _ in imported)}
+
+
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_operators_are_asked_about_in_one_place(path: Path) -> None:
     file = str(path.relative_to(ROOT))
-    if file.startswith(("operators/", "building/")):  # building follows what makes weights, not layers of a network
+    if file.startswith("operators/") or file in NOT_OF_LAYERS:
         return
-    assert {text for text in named(path.read_text()) if (file, text) not in EXCEPTIONS} == set()
+    source = path.read_text()
+    assert {text for text in named(source) if (file, text) not in EXCEPTIONS} == set()
+    assert {text for text in objects(source) if (file, text) not in OBJECTS} == set()
 
 
 def test_exceptions_are_all_needed() -> None:
     assert [(file, text) for file, text in EXCEPTIONS if text not in named((ROOT / file).read_text())] == []
+    assert [(file, text) for file, text in OBJECTS if text not in objects((ROOT / file).read_text())] == []
+    assert [file for file in NOT_OF_LAYERS if not named((ROOT / file).read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -114,6 +147,21 @@ def test_exceptions_are_all_needed() -> None:
 )
 def test_the_check_can_fail(source: str) -> None:
     assert named(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if node.target is torch.ops.aten.add.Tensor: pass",
+        "KNOWN = (torch.ops.aten.relu.default, 1)",
+        "from torch import ops\nadd = ops.aten.add",
+        "aten = torch.ops.aten",
+        "from torch.ops import aten",
+        "found = getattr(torch.ops.aten, word)",
+    ],
+)
+def test_the_check_of_operators_themselves_can_fail(source: str) -> None:
+    assert objects(source)
 
 
 def test_words_that_are_no_operators_pass() -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.capturing.place import line_of
 from shoal.errors import CaptureError
+from shoal.operators.registry import facts_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,6 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
+        if facts_of(str(func)).casts and result.dtype != args[0].dtype:
             self.made[id(args[0])] = result.dtype
         return result

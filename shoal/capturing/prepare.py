@@ -34,7 +34,6 @@ _CAST = "shoal.cast"
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_SCATTERS = (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
 _PLAIN, _TO_REAL = torch.ops.aten.resolve_conj.default, torch.ops.aten.view_as_real.default
 _PYTHONS = tuple(vars(operator).values())
 """Python's own functions, which torch.export uses on numbers and lists."""
@@ -60,7 +59,7 @@ def make_differentiable(program: ExportedProgram) -> None:
     graph = program.graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if node.target in _SCATTERS and isinstance(value, Tensor) and value.is_complex():
+        if facts_of(str(node.target)).real_only and isinstance(value, Tensor) and value.is_complex():
             given: list[Any] = [*node.args, *[0] * (3 - len(node.args))]
             whole, part, dim, *others = given
             with graph.inserting_before(node):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
@@ -50,21 +49,25 @@ def counting_nodes(program: ExportedProgram) -> dict[Node, Node]:
     counters: dict[Node, Node] = {}
     for node in program.graph.nodes:
         first = node.args[0] if node.args else None
-        if not isinstance(first, Node) or node.args[1:] != (1,) or node.kwargs:
+        if not isinstance(first, Node) or not _counts_up(node):
             continue
         buffer = counters.get(first, first)
-        in_place = node.target is torch.ops.aten.add_.Tensor
+        in_place = twin(node.target) is not node.target
         if buffer.name not in signature.inputs_to_buffers or buffer.meta["val"].ndim:
             continue
-        if in_place or (node.target is torch.ops.aten.add.Tensor and _ends_in(node, counted)):
+        if in_place or _ends_in(node, counted):
             counters[node] = buffer
     return counters
 
 
 def _ends_in(node: Node, names: set[str]) -> bool:
     """Whether a node, or one that adds 1 to it again, is among the named ones."""
-    again = (user for user in node.users if user.target is torch.ops.aten.add.Tensor and user.args[1:] == (1,))
+    again = (user for user in node.users if _counts_up(user))
     return node.name in names or any(_ends_in(user, names) for user in again)
+
+
+def _counts_up(node: Node) -> bool:
+    return facts_of(str(node.target)).counts_up(node.args[1:], node.kwargs)
 
 
 class _Reader:
@@ -155,7 +158,7 @@ class _Reader:
                 f"the network changes a tensor in place by {node.target}{line_of(node)}, which has no other form.",
                 "Write the new values to a new tensor.",
             )
-        elif twin(node.target) is torch.ops.aten.copy.default:
+        elif facts_of(str(node.target)).overwrites:
             self._read_copy(node)
         elif self._is_made_constant(node):
             self.references[node] = self.references[node.all_input_nodes[0]]
@@ -241,8 +244,9 @@ class _Reader:
 
     def _is_made_constant(self, node: Node) -> bool:
         """`detach_`, with which torch.tensor ends."""
-        made_by = {source.target for source in node.all_input_nodes}
-        return node.target is torch.ops.aten.detach_.default and made_by == {torch.ops.aten.lift_fresh_copy.default}
+        made_by = [facts_of(str(source.target)) for source in node.all_input_nodes]
+        in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        return in_place and facts_of(str(node.target)).detaches and all(facts.constant for facts in made_by)
 
     def _add(
         self, node: Node, name: str, op: str, arguments: Mapping[str, Any], spec: TensorSpec | None = None

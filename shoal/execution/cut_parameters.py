@@ -32,14 +32,13 @@ plainly = torch._C.DisableTorchFunctionSubclass
 """Within, cut parameters are ordinary tensors, at no cost."""
 
 _FREE = {
-    *("size", "dim", "ndimension", "stride", "storage_offset", "is_contiguous", "is_same_size", "__len__"),
-    *("is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "element_size"),
-    *("get_device", "data_ptr", "untyped_storage", "storage", "__repr__", "__hash__", "_is_view", "result_type"),
+    *("size", "dim", "ndimension", "stride", "storage_offset", "__len__", "get_device", "element_size"),
+    *("data_ptr", "untyped_storage", "storage", "__repr__", "__hash__", "result_type"),
     *("_has_compatible_shallow_copy_type", "requires_grad_", "retain_grad", "backward", "grad"),
     *("register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 }  # fmt: skip
-"""They look at no element. What they return is no part of the parameter."""
+"""They look at no element. What they return is no part of the parameter. So with all that are called `is_...`."""
 _FORMS = {
     *("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "permute", "transpose", "t", "contiguous"),
     *("unsqueeze", "squeeze", "detach", "detach_", "clone", "to", "type", "type_as", "cpu", "cuda"),
@@ -155,7 +154,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, args)
-    if name in _FREE:
+    if name in _FREE or (name.startswith(("is_", "_is_")) and name not in _READS):
         return _run(func, args, kwargs)
     tensors = _tensors([args, *kwargs.values()])
     parts = [tensor for tensor in tensors if isinstance(tensor, CutParameter | CutValue)]

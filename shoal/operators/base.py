@@ -210,6 +210,16 @@ class Facts:
     """Whether every output feature reads every input feature: where the plan `owt` turns from samples to channels."""
     mixes_samples = False
     """Whether a sample's result depends on the others in training, which `batch_norm="local"` keeps within a share."""
+    casts = False
+    """Whether it gives its input in another type."""
+    constant = False
+    """Whether it stands for a tensor that the network's code makes of numbers."""
+    overwrites = False
+    """Whether its result is its second argument, in the shape and type of the first."""
+    masks = False
+    """Whether, in place, it fills its first argument with ones, of the probability `p`, and zeros."""
+    real_only = False
+    """Whether it has no derivative for complex tensors, though it has one for real ones."""
     called = ""
     """What its layers are called, where its own word says little."""
 
@@ -256,6 +266,10 @@ class Facts:
     def draws(self, arguments: Mapping[str, Any]) -> bool:
         """Whether, called so, it draws random numbers; asked of operators that torch says may."""
         return True
+
+    def counts_up(self, others: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        """Whether, given these besides its first argument, it adds one to it."""
+        return False
 
     def idle(self, arguments: Mapping[str, Any]) -> bool:
         """Whether, called so, it returns its input itself, though torch.export takes that for a copy."""

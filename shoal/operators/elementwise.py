@@ -41,6 +41,9 @@ class Add(Elementwise):
 
     passes_gradient = True
 
+    def counts_up(self, others: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        return others == (1,) and not named
+
 
 class Copy(Elementwise):
     """clone and others that move or fill elements and compute nothing."""
@@ -52,6 +55,8 @@ class Copy(Elementwise):
 class Cast(Copy):
     """to: another type, given by name; as another tensor's, it runs whole."""
 
+    casts = True
+
     def speaks_of(self, op: Op) -> bool:
         return "other" not in op.layer.arguments
 
@@ -60,6 +65,13 @@ class Constant(Copy):
     """lift_fresh_copy: how torch.export writes down torch.tensor."""
 
     called = "constant"
+    constant = True
+
+
+class Overwrite(Facts):
+    """copy: what is copied, in the form of what it is copied to."""
+
+    overwrites = True
 
 
 class Alias(Elementwise):
@@ -101,6 +113,8 @@ class Made(Rule):
 
 class Mask(Rule):
     """bernoulli with one probability: the part's box of a mask that every plan draws alike."""
+
+    masks = True
 
     def speaks_of(self, op: Op) -> bool:
         return isinstance(op.layer.arguments.get("p"), int | float)

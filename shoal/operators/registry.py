@@ -30,6 +30,7 @@ _KNOWN: dict[str, Facts] = {
     "add": elementwise.Add(),
     "alias": elementwise.Alias(),
     "detach": elementwise.Detach(),
+    "copy": elementwise.Overwrite(),
     "lift_fresh_copy": elementwise.Constant(),
     "prelu": elementwise.PerChannel(),
     **{word: elementwise.Made() for word in ["empty", "zeros", "ones", "full"]},
@@ -55,6 +56,7 @@ _KNOWN: dict[str, Facts] = {
     **{word: views.PerhapsView() for word in ["type_as", "atleast_1d", "atleast_2d", "atleast_3d"]},
     **{word: views.PerhapsView() for word in ["broadcast_tensors", "meshgrid", "conj_physical", "sum_to_size"]},
     **{word: views.PerhapsView() for word in ["unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]},
+    **{word: views.Scatter() for word in ["slice_scatter", "select_scatter"]},
     # windows
     **{f"conv{dims}d": windows.Convolution() for dims in (1, 2, 3)},
     **{f"conv_transpose{dims}d": windows.TransposedConvolution() for dims in (1, 2, 3)},

@@ -106,6 +106,12 @@ class PerhapsView(Facts):
         return True
 
 
+class Scatter(Facts):
+    """slice_scatter, select_scatter: what a write to a part of a tensor becomes."""
+
+    real_only = True
+
+
 class Permute(Rule):
     """permute, transpose, t: every dim may be cut, under the letter of its new place."""
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +16,7 @@ from shoal.errors import ModelError
 from shoal.execution.randomness import LayerRandom
 from shoal.graph import Layer, LayerGraph
 from shoal.lowering.placement import op_of
-from shoal.operators.registry import draws
+from shoal.operators.registry import draws, facts_of
 from shoal.partition import whole
 
 
@@ -39,16 +38,17 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {schema.name: value for schema, value in zip(func._schema.arguments, args, strict=False)}
-        if not draws(func, {**given, **(kwargs or {})}):
+        given.update(kwargs or {})
+        if not draws(func, given):
             return func(*args, **(kwargs or {}))
         if self.taken == len(self.layers):
             raise _unlike(f"with {func} where its captured form draws nothing")
         layer = self.layers[self.taken]
         self.taken += 1
-        if func is not torch.ops.aten.bernoulli_.float:
+        keep = given.get("p", 0.5)  # the schema's default is left out
+        if not facts_of(str(func)).masks or not func._schema.is_mutable or isinstance(keep, Tensor):
             raise _unlike(f"with {func} where layer {layer.name!r} is {layer.op}")
         noise: Tensor = args[0]
-        keep = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)  # the schema's default is left out
         random = LayerRandom(self.seed, layer.name, self.step)
         return noise.copy_(random.box(tuple(noise.shape), whole(noise.shape), keep=keep, like=noise))
 
