@@ -201,7 +201,7 @@ def _lively(model: nn.Module) -> nn.Module:
 
 def _own_and_whole(model: ParallelModule) -> list[Mapping[str, Tensor]]:
     """The whole states, gathered, and those that this rank has whole: a copy must be as right as the one gathered."""
-    own = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    own = {name: shard.tensor.detach().clone() for name, shard in model.shards().items()}
     return [{name: tensor.clone() for name, tensor in full_state_dict(model).items()}, own]
 
 
