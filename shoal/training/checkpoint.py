@@ -143,7 +143,7 @@ def _loaded(path: Path, device: str | torch.device, remedy: str) -> dict[str, An
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = (str(error).splitlines() or ["it is empty"])[0].rstrip(".")
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {reason}.", remedy) from None
     return content
 
