@@ -50,4 +50,6 @@ __all__ = [
 def join(options: ExchangeOptions, replica: Replica, seat: Seat, number: int) -> Exchange:
     """One rank's side of the exchange that options stand for. All ranks of the replica call it."""
     assert isinstance(options, Kind)
-    return options.join(replica, seat, number)
+    exchange = options.join(replica, seat, number)
+    seat.waits = lambda: exchange.waits
+    return exchange

@@ -88,6 +88,8 @@ class Exchange(ABC):
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.tally = Tally()
+        self.waits = False
+        """Whether it waits for other replicas, or servers, now."""
 
     @abstractmethod
     def begin(self, *, first: bool) -> None:
@@ -184,9 +186,11 @@ class Exchange(ABC):
     def _waiting(self) -> Iterator[None]:
         """Counts the time inside as `wait_seconds`: this replica does not compute."""
         begun = time.perf_counter()
+        self.waits = True
         try:
             yield
         finally:
+            self.waits = False
             self.tally.wait_seconds += time.perf_counter() - begun
 
 

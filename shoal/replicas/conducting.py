@@ -203,8 +203,10 @@ class Conducting:
         with self._failing():
             while not self._closing.wait(pause):
                 with self._changed:
-                    heard = {member.replica: member.heard for member in self._coordinator.members.values()}
-                    self._carry_out(self._conductor.tick(time.monotonic(), heard))
+                    members = self._coordinator.members.values()
+                    heard = {member.replica: member.heard for member in members}
+                    waiting = {member.replica for member in members if member.waits}
+                    self._carry_out(self._conductor.tick(time.monotonic(), heard, waiting))
 
     # What is to be done
 

@@ -7,7 +7,7 @@ only goes forward. It computes no step, so that no replica is needed for the run
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -442,8 +442,11 @@ class Conductor:
         if not self.over:
             self._fail(RunError(f"server {number} was lost, and with it a part of the weights.", self._go_on()))
 
-    def tick(self, now: float, heard: Mapping[int, float]) -> list[Effect]:
-        """Time passed. `heard`: when each replica last asked anything, of the conductor or of others beside it."""
+    def tick(self, now: float, heard: Mapping[int, float], waiting: Set[int]) -> list[Effect]:
+        """Time passed. `heard`: when each replica last asked anything, of the conductor or of others beside it.
+
+        `waiting`: replicas that say that they wait for others.
+        """
         if self.over:
             return []
         self._give_up_on_frozen(now)
@@ -456,7 +459,7 @@ class Conductor:
             longer[test.replica] = math.inf if test.handed_in else slow
         if self._own is not None:
             longer |= dict.fromkeys(self._own.arriving, math.inf)
-        suspect, cleared = self._watch.look(now, heard, longer)
+        suspect, cleared = self._watch.look(now, heard, waiting, longer)
         self._effects += [Suspect(replica, hangs=False) for replica in cleared]
         if suspect is not None:
             self._effects.append(Suspect(suspect, hangs=True))

@@ -5,7 +5,7 @@ given something to do asks for more when it is done, and one that has not asked 
 took is suspected to hang.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 PATIENCE = 10.0
 """How many times as long as the run's slowest step a replica may be silent before it is suspected."""
@@ -90,12 +90,15 @@ class Watch:
         else:
             self._slowest[replica] = max(seconds, FORGETS * self._slowest.get(replica, 0.0))
 
-    def look(self, now: float, heard: Mapping[int, float], longer: Mapping[int, float]) -> tuple[int | None, list[int]]:
+    def look(
+        self, now: float, heard: Mapping[int, float], waiting: Set[int], longer: Mapping[int, float]
+    ) -> tuple[int | None, list[int]]:
         """Who is suspected from now on, if anybody, and whose suspicion was wrong.
 
-        `heard`: when replicas last asked anything of anybody. `longer`: replicas with an order that takes longer than a
-        step, and how many times as long; infinity for one that is not waited for. One is suspected at a time, the one
-        that has been silent for longest: others may be silent because they wait for it.
+        `heard`: when replicas last asked anything of anybody. `waiting`: replicas that say that they wait for others,
+        and so have the whole time-out: who keeps them waiting may have asked a moment later than they. `longer`:
+        replicas with an order that takes longer than a step, and how many times as long; infinity for one that is not
+        waited for. One is suspected at a time, the one that has been silent for longest.
         """
         cleared = [replica for replica, since in self.suspected.items() if heard.get(replica, since) > since]
         for replica in cleared:
@@ -110,9 +113,8 @@ class Watch:
             return None, cleared
         since = {**(self._joined if self._begun else {}), **self._heard}
         silent = {replica: now - when for replica, when in since.items() if replica in self.active}
-        stuck = [
-            replica for replica, seconds in silent.items() if seconds > self._limit(replica) * longer.get(replica, 1)
-        ]
+        limits = {replica: self._timeout if replica in waiting else self._limit(replica) for replica in silent}
+        stuck = [replica for replica, seconds in silent.items() if seconds > limits[replica] * longer.get(replica, 1)]
         if self._waits and not any(seconds <= self._heartbeat for seconds in silent.values()):
             stuck = []  # all wait for each other, and waiting in a step has a time-out of its own
         if not stuck:

@@ -13,6 +13,8 @@ import pytest
 
 from shoal.errors import PeerError, RunError
 from shoal.exchanging.membership.coordinator import Coordinator, Event
+from shoal.exchanging.membership.meeting import Meeting
+from shoal.exchanging.membership.seat import Seat
 from shoal.transport.links import Link, LinkLost, connect
 from shoal.transport.links.crowd import SPARE, Crowd, Guest
 from shoal.transport.links.link import _packed
@@ -71,6 +73,22 @@ def test_many_replicas_cost_one_file_each_and_no_thread() -> None:
         assert psutil.Process().num_fds() <= files + 2 * (many - 1) + SPARE
         links[5].close()
         assert until(lambda: 5 not in coordinator.active())
+
+
+def test_a_replica_waits_for_others_when_all_its_ranks_say_so() -> None:
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(meeting_point())
+        place = Meeting(coordinator.address, coordinator.token, 1, 60.0)
+        seats = [Seat(place, rank=rank, replica=0, pids=[1, 2], heartbeat=0.2) for rank in range(2)]
+        for seat in seats:
+            stack.callback(seat.hang_up)
+            seat.live(0)
+        for said in ([False, True], [True, True], [True, False]):
+            for seat, waits in zip(seats, said, strict=True):
+                seat.waits = lambda waits=waits: waits  # type: ignore[misc]
+            ranks = {rank for rank, waits in enumerate(said) if waits}
+            assert until(lambda ranks=ranks: coordinator.members[0].waiting_ranks == ranks)  # type: ignore[misc]
+            assert coordinator.members[0].waits is all(said)
 
 
 def test_answers_that_wait_cost_no_thread() -> None:

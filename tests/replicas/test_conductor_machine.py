@@ -198,7 +198,7 @@ class Run:
         until = self.now + seconds
         while self.now < until:
             self.now += HEARTBEAT / 4
-            self.carry_out(self.conductor.tick(self.now, {}))
+            self.carry_out(self.conductor.tick(self.now, {}, set()))
 
     def life(self, number: int) -> Iterator[None]:
         """A replica as `worker.py` has it."""

@@ -90,12 +90,26 @@ class Member:
     state: Literal["active", "frozen", "lost", "left"] = "active"
     pulses: dict[int, Link] = field(default_factory=dict)
     frozen_ranks: set[int] = field(default_factory=set)
+    waiting_ranks: set[int] = field(default_factory=set)
+    """Ranks that said with their last sign of life that they wait for other replicas."""
     ears: dict[int, Ear] = field(default_factory=dict)
     """By rank, for its ranks that listen."""
     done: bool = False
     """Whether it no longer needs any other replica."""
     heard: float = field(default_factory=time.monotonic)
     """When it last asked something."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other replicas: all its ranks do, so none of them hangs."""
+        return bool(self.waiting_ranks) and len(self.waiting_ranks) == len(self.pids)
+
+    def note_waiting(self, rank: int, sign: Mapping[str, Any]) -> None:
+        """A rank gave a sign of life; one that says nothing else computes."""
+        if fields.flag({"waits": False, **sign}, "waits"):
+            self.waiting_ranks.add(rank)
+        else:
+            self.waiting_ranks.discard(rank)
 
 
 @dataclass(frozen=True)
@@ -293,6 +307,7 @@ class Coordinator:
         asked = fields.text(frame.head, "ask")
         if asked == "pulse":
             guest.watched = True
+            member.note_waiting(0, frame.head)
             return True
         member.heard = time.monotonic()
         if asked == "leave":
@@ -405,8 +420,10 @@ class Coordinator:
         self._listen(link, partial(self._hear_pulse, member, rank), lost, silent).watched = True
 
     def _hear_pulse(self, member: Member, rank: int, guest: Guest) -> bool:
-        if guest.link.receive().head.get("bye"):
+        sign = guest.link.receive().head
+        if sign.get("bye"):
             return False
+        member.note_waiting(rank, sign)
         self._thaw(member, rank)
         return True
 

@@ -29,6 +29,8 @@ class Seat:
             self.welcome = self._link.receive().head
         self.heartbeat = heartbeat
         """Seconds of silence after which a peer counts as frozen."""
+        self.waits: Callable[[], bool] = lambda: False
+        """Whether this rank waits for other replicas now; told with every sign of life."""
         self._living: tuple[Link, Pulse] | None = None
         self._listening: tuple[Link, threading.Thread] | None = None
         """The link on which this rank is told things unasked, if it listens."""
@@ -36,12 +38,13 @@ class Seat:
     def live(self, replica: int) -> None:
         """Begin to give signs of life as a rank of `replica`. The first rank does so on the link that it asks on."""
         if self._link is not None:
-            self._living = self._link, Pulse(self._link, self.heartbeat, {"ask": "pulse"})
+            beat = Pulse(self._link, self.heartbeat, lambda: {"ask": "pulse", "waits": self.waits()})
+            self._living = self._link, beat
             return
         hello: dict[str, JSON] = {"as": "pulse", "replica": replica, "rank": self.rank}
         link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
         link.give_up_after(self.meeting.timeout)
-        self._living = link, Pulse(link, self.heartbeat)
+        self._living = link, Pulse(link, self.heartbeat, lambda: {"waits": self.waits()})
 
     def listen(
         self, replica: int, hear: Callable[[Mapping[str, Any]], None], inbox: tuple[Address, str] | None = None
