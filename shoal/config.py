@@ -167,6 +167,8 @@ class TrainConfig(Settings):
     """Folder for the results; a new one under runs/ unless given."""
     eval_every: int = Field(default=1, gt=0)
     """Epochs from one test to the next; the last epoch is always tested."""
+    eval_steps: int | None = Field(default=None, gt=0)
+    """Test after every so many steps too, between the tests of `eval_every`."""
     checkpoint_every: int = Field(default=1, gt=0)
     """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
     log_every: int = Field(default=50, gt=0)

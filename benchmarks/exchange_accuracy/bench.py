@@ -2,14 +2,14 @@
 
     python -m benchmarks.exchange_accuracy.bench --study exchanges [--data fashion-mnist --model lenet5 --epochs 5]
     python -m benchmarks.exchange_accuracy.bench --study dasgd --data audiomnist --model acoustic
-    python -m benchmarks.exchange_accuracy.bench --study periods
-    python -m benchmarks.exchange_accuracy.bench --study modes
+    python -m benchmarks.exchange_accuracy.bench --study periods --rates untold --eval-steps 200
+    python -m benchmarks.exchange_accuracy.bench --study modes --rates untold --eval-steps 200
     python -m benchmarks.exchange_accuracy.bench --study untold --keep untold.jsonl [--only-replicas 2]
 
 dasgd: ablation, cold start. periods: clients x n_sync, cold and warm (Paine). modes: sync, async, mixed; 1, 2 and 4
 servers (Campos). untold: every exchange with the rates that one gets without asking for any, and its goal.
 
-Every row is first tuned, unless one rate is given or the study is `untold`: short runs over a grid of learning rates
+Every row is first tuned, unless one rate is given or the rates are untold: short runs over a grid of learning rates
 on a seed that is not reported, the best of which is then run on the seeds. All runs go through the command line; what
 is printed comes from their result.json and metrics.jsonl.
 
@@ -34,6 +34,7 @@ from benchmarks.exchange_accuracy.tables import (
 )
 
 TUNING_SEED = 1000
+UNTOLD = "untold"
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     args = _arguments()
     runs = Runs(args.table or args.keep, only_kept=args.table is not None)
     rows = chosen_rows(STUDIES[args.study](), args.rows, args.only_replicas)
-    untold = args.study == "untold"
+    untold = args.study == UNTOLD
     print(_title(args), flush=True)
     print(UNTOLD_HEAD if untold else TUNED_HEAD, flush=True)
     base: float | None = None
@@ -69,8 +70,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", default="0.0125,0.025,0.05,0.1")
+    parser.add_argument("--rates", default="0.0125,0.025,0.05,0.1", help="to choose from; or 'untold': none is given")
     parser.add_argument("--tuning-epochs", type=int, default=2)
+    parser.add_argument("--eval-steps", help="steps from one test to the next, for the column time to accuracy")
     parser.add_argument("--rows", default="", help="names of rows or exchanges, with semicolons between; else all")
     parser.add_argument("--only-replicas", default="", help="rows of so many replicas, such as 2 or 2,4; else all")
     parser.add_argument("--target", type=float, default=0.85, help="test accuracy for the column time to accuracy")
@@ -81,7 +83,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _title(args: argparse.Namespace) -> str:
-    rates = "rates untold" if args.study == "untold" else f"tuned over {args.rates} with {args.tuning_epochs} epochs"
+    untold = UNTOLD in (args.study, args.rates)
+    rates = "rates untold" if untold else f"tuned over {args.rates} with {args.tuning_epochs} epochs"
     return f"{args.model} on {args.data}, batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds; {rates}"
 
 
@@ -99,7 +102,10 @@ def _untold(args: argparse.Namespace, runs: Runs, row: Row, base: float | None) 
 def _tuned(args: argparse.Namespace, runs: Runs, row: Row, base: float | None) -> tuple[str, float | None]:
     """The line of a row at its best rate, and its mean accuracy."""
     rate, tuning = _best_rate(args, runs, row)
-    outcomes = _on_seeds(runs, row, _common(args, args.epochs, "--lr", rate), args.seeds)
+    more = [] if rate == UNTOLD else ["--lr", rate]
+    if args.eval_steps is not None:
+        more += ["--eval-steps", args.eval_steps]
+    outcomes = _on_seeds(runs, row, _common(args, args.epochs, *more), args.seeds)
     line = tuned_line(row, tuning, rate, outcomes, base, args.target) if outcomes else ""
     return line, mean_accuracy(outcomes)
 

@@ -49,7 +49,7 @@ class _Lines(Listener):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._epochs = 0
+        self._epochs = self._steps_per_epoch = 0
         self._told, self._timeout = _TOLD, 0.0
         self._last_line = time.monotonic()
         self._loss = float("nan")
@@ -63,7 +63,7 @@ class _Lines(Listener):
             self._print(f"finding a plan: {what} ({done} of {of})")
 
     def started(self, about: About, folder: RunFolder) -> None:
-        self._epochs = about.epochs
+        self._epochs, self._steps_per_epoch = about.epochs, about.steps_per_epoch
         self._told, self._timeout = _TOLD if about.survives else _TOLD_IN_LOCKSTEP, about.timeout
         self._print(
             f"{about.model} ({about.parameters:,} parameters) on {about.data} "
@@ -83,8 +83,10 @@ class _Lines(Listener):
     def logged(self, metrics: Mapping[str, Any]) -> None:
         if metrics["event"] == "test":
             iou = f", IoU {metrics['test_iou']:.4f}" if "test_iou" in metrics else ""
+            inside = metrics["step"] < metrics["epoch"] * self._steps_per_epoch
+            where = f", step {metrics['step']}" if inside else ""
             self._print(
-                f"epoch {metrics['epoch']}/{self._epochs}: loss {self._loss:.4f}, "
+                f"epoch {metrics['epoch']}/{self._epochs}{where}: loss {self._loss:.4f}, "
                 f"test accuracy {metrics['test_accuracy']:.4f}{iou}"
             )
             return

@@ -255,9 +255,9 @@ class Conductor:
         return self._options.same_batch or self._config.replicas == 1
 
     def _at_barrier(self, replica: int) -> bool:
-        """Whether a replica has all batches of an epoch that is not finished."""
+        """Whether a replica has all batches up to the next test, and others have not finished them."""
         handed = self._budget.handed(replica)
-        return handed > 0 and handed % self._about.steps_per_epoch == 0 and self.counted < handed
+        return self._tests.is_due_at(handed) and self.counted < handed
 
     def _order_to_stop(self, replica: int, now: float) -> Order:
         """Replicas that share batches are first brought to the same batch; then one saves, and all leave."""
@@ -357,15 +357,15 @@ class Conductor:
                     f"the loss of the common weights became {evaluation.loss} after {settled.counted} batches."
                 )
                 return
-            line = self._journal.test_line(replica, evaluation, order.after, settled.counted, now)
+            epoch = math.ceil(order.after / self._about.steps_per_epoch)
+            line = self._journal.test_line(replica, evaluation, epoch, settled.counted, now)
             self._effects += [Log(line), Mark(replica)]
         test.handed_in = True
         if not order.save:
             self._close_test()
             return
-        tested = max(self._tests.tested, order.after)
         own = {} if self._own is None else dict.fromkeys(sorted(self._own.handed_in), self._own.moment)
-        self._effects.append(WriteCheckpoint(replica, replace(settled, tested=tested), own))
+        self._effects.append(WriteCheckpoint(replica, replace(settled, tested=self._tests.tested_by(test)), own))
         if order.last:
             assert evaluation is not None
             measured = self._journal.measured(self.counted, self._budget.repeated, self._place.weights, now)

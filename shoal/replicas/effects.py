@@ -22,7 +22,7 @@ class HowFar:
     last_loss: float = float("nan")
     step_seconds: tuple[float, ...] = ()
     tested: int = 0
-    """Epochs that need no test any more."""
+    """Steps up to which no test is due any more."""
     scores: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What `Scores.saved` gave."""
     events: tuple[Mapping[str, Any], ...] = ()

@@ -84,7 +84,7 @@ class HasTested:
 
     word: ClassVar = "tested"
     after: int
-    """Epochs: as the order said."""
+    """Steps: as the order said."""
     evaluation: Evaluation | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class MakeTest:
 
     word: ClassVar = "test"
     after: int
-    """Epochs that are done; 0 where the weights are saved because the run is asked to stop."""
+    """Steps that are done; 0 where the weights are saved because the run is asked to stop."""
     evaluate: bool
     save: bool
     last: bool

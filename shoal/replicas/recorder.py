@@ -82,6 +82,7 @@ class Recorder:
             step_seconds=list(how_far.step_seconds),
             wall_seconds=how_far.wall_seconds,
             metrics_length=length,
+            tested=how_far.tested,
         )
         checkpoint.write(
             self._folder.checkpoint,
@@ -91,7 +92,6 @@ class Recorder:
             losses=[[0.0, 0.0]],
             more={
                 "again": list(how_far.again),
-                "tested": how_far.tested,
                 "replicas": how_far.scores,
                 "events": [dict(event) for event in how_far.events],
                 "own": dict(effect.own),
@@ -108,7 +108,7 @@ def read_past(content: Mapping[str, Any]) -> HowFar:
         wall_seconds=content["wall_seconds"],
         last_loss=content["last_loss"],
         step_seconds=tuple(content["step_seconds"].tolist()),
-        tested=content.get("tested", 0),
+        tested=content["tested"],
         scores=content.get("replicas", {}),
         events=tuple(content.get("events", ())),
     )

@@ -40,27 +40,45 @@ class OwnStates:
 
 
 class TestsDue:
-    """`tested`: epochs that were tested in earlier parts of the run."""
+    """`tested`: steps up to which earlier parts of the run tested and saved."""
 
     __test__ = False  # for pytest
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int, tested: int) -> None:
         self._config, self._steps_per_epoch = config, steps_per_epoch
-        self.tested = min(tested, config.epochs - 1)
-        """Epochs that need no test any more."""
+        self._total = config.epochs * steps_per_epoch
+        self.tested = min(tested, self._total - 1)
+        """Steps up to which nothing is due any more."""
         self.under_way: UnderWay | None = None
 
     def due(self, counted: int) -> MakeTest | None:
-        """What is to be done now that so many batches are counted."""
-        config = self._config
-        finished = min(counted // self._steps_per_epoch, config.epochs)
+        """What is to be done now that so many batches are counted.
+
+        What is due at the end of an epoch is done before anything later. Of tests between, the last that was passed is
+        made: others may train faster than one of them tests.
+        """
+        config, counted = self._config, min(counted, self._total)
+        tested_epochs = self.tested // self._steps_per_epoch
         every = config.eval_every, config.checkpoint_every
-        epochs = min(config.epochs, *((self.tested // period + 1) * period for period in every))
-        if not self.tested < epochs <= finished:
-            return None
+        epochs = min(config.epochs, *((tested_epochs // period + 1) * period for period in every))
+        end = epochs * self._steps_per_epoch
+        between = self._last_between(min(counted, end))
+        if counted < end:
+            return None if between is None else MakeTest(between, evaluate=True, save=False, last=False)
         last = epochs == config.epochs
         evaluate, save = (last or epochs % period == 0 for period in every)
-        return MakeTest(epochs, evaluate=evaluate, save=save, last=last)
+        return MakeTest(end, evaluate=evaluate or between is not None, save=save, last=last)
+
+    def _last_between(self, counted: int) -> int | None:
+        """The last multiple of `eval_steps` up to here, if it is not tested."""
+        every = self._config.eval_steps
+        passed = 0 if every is None else counted // every * every
+        return passed if passed > self.tested else None
+
+    def is_due_at(self, step: int) -> bool:
+        """Whether something may be due after this step, so that replicas in step wait for each other there."""
+        every = self._config.eval_steps
+        return step > 0 and (step % self._steps_per_epoch == 0 or (every is not None and step % every == 0))
 
     def begin(self, replica: int, order: MakeTest) -> MakeTest:
         """A replica does it."""
@@ -86,9 +104,17 @@ class TestsDue:
         if self.under_way is not None and self.under_way.replica == replica and not self.under_way.handed_in:
             self.under_way = None
 
+    def tested_by(self, test: UnderWay) -> int:
+        """Steps up to which nothing is due once this is done: what it passed on its way, but no end of an epoch."""
+        order, settled = test.order, test.settled
+        if not order.evaluate or settled is None:
+            return max(self.tested, order.after)
+        next_end = (order.after // self._steps_per_epoch + 1) * self._steps_per_epoch
+        return max(self.tested, order.after, min(settled.counted, next_end - 1))
+
     def close(self) -> MakeTest:
         """The test is done, and its files are written; returns what it was."""
         assert self.under_way is not None
-        order, self.under_way = self.under_way.order, None
-        self.tested = max(self.tested, order.after)
-        return order
+        test, self.under_way = self.under_way, None
+        self.tested = self.tested_by(test)
+        return test.order

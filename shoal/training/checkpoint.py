@@ -14,12 +14,12 @@ from shoal.errors import CheckpointError
 from shoal.files import write_atomically
 from shoal.training.job import Job
 
-SCHEMA = "shoal.checkpoint/2"
+SCHEMA = "shoal.checkpoint/3"
 
 # What may change when a run goes on: nothing that the state so far depends on.
 CHANGEABLE = frozenset(
     {
-        *("epochs", "eval_every", "checkpoint_every", "log_every", "out"),
+        *("epochs", "eval_every", "eval_steps", "checkpoint_every", "log_every", "out"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange_options", "slow"),
     }
@@ -48,6 +48,8 @@ class Progress:
     sent_bytes: int = 0
     """What all ranks sent in `sent_steps` steps under the present plan, up to where this process took over."""
     sent_steps: int = 0
+    tested: int = 0
+    """Steps up to which no test is due any more."""
 
     @classmethod
     def start(cls, device: torch.device) -> Self:
@@ -94,6 +96,7 @@ def write(
         "metrics_length": progress.metrics_length,
         "sent_bytes": progress.sent_bytes,
         "sent_steps": progress.sent_steps,
+        "tested": progress.tested,
         **(more or {}),
     }
     write_atomically(path, lambda draft: _put(content, draft))
@@ -173,6 +176,7 @@ def restore(path: Path, job: Job) -> Progress:
         metrics_length=content["metrics_length"],
         sent_bytes=content["sent_bytes"] if same else 0,
         sent_steps=content["sent_steps"] if same else 0,
+        tested=content["tested"],
     )
 
 

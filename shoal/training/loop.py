@@ -112,6 +112,7 @@ class Run:
         job, progress, config = self.job, self.progress, self.job.config
         epoch, start = progress.position.epoch, progress.position.step
         steps_per_epoch = job.loader.order.steps_per_epoch
+        self._test_between(metrics, stop)
         warmup_steps, before = self._warmup_steps, time.perf_counter()
         with closing(job.loader.epoch(epoch, start=start)) as batches:
             for step, (x, y) in enumerate(batches, start=start):
@@ -133,6 +134,8 @@ class Run:
                     self._log_steps(metrics, rate)
                 if job.network.agreed(bool(stop)):
                     self._interrupt(metrics)
+                if self._test_between(metrics, stop):
+                    before = time.perf_counter()
 
     def _log_steps(self, metrics: MetricsFile, rate: float) -> None:
         """One line for the steps since the last line."""
@@ -162,11 +165,25 @@ class Run:
         return sum(number for (number,) in self.job.network.gather([value.item()]))
 
     def _test_is_due(self) -> bool:
+        """At the end of an epoch."""
         done = self.progress.position.epoch + 1
-        return done % self.job.config.eval_every == 0 or done == self.job.config.epochs
+        return done % self.job.config.eval_every == 0 or done == self.job.config.epochs or self._steps_ask_for_test()
+
+    def _steps_ask_for_test(self) -> bool:
+        every, steps = self.job.config.eval_steps, self.progress.steps
+        return every is not None and steps % every == 0 and steps > self.progress.tested
+
+    def _test_between(self, metrics: MetricsFile, stop: StopSignal) -> bool:
+        """Test inside an epoch, if it is time for it, or a stop had cut it short; returns whether it was."""
+        inside = 0 < self.progress.position.step < self.job.loader.order.steps_per_epoch
+        due = inside and self._steps_ask_for_test()
+        if due:
+            self._test(metrics, stop)
+        return due
 
     def _test(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         tested = self._evaluate(metrics, stop)
+        self.progress.tested = self.progress.steps
         epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
         self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
         return tested

@@ -103,8 +103,10 @@ def test_two_replicas_in_step_are_one_with_the_whole_batch(shoal: Shoal, mine: l
         "sync-groups": [*groups, *sync, "servers=threads"],
     }
     for name, options in runs.items():
-        run = shoal("train", *mine, "--epochs", "2", *options, "--out", name)
+        run = shoal("train", *mine, "--epochs", "2", "--eval-steps", "7", *options, "--out", name)
         assert run.returncode == 0, run.stderr
+        tested = [line["step"] for line in metrics_of(tmp_path / name) if line["event"] == "test"]
+        assert tested == [7, 10, 14, 20]
     expected = load_file(tmp_path / "one" / "model.safetensors")
     for name in list(runs)[1:]:
         weights = load_file(tmp_path / name / "model.safetensors")

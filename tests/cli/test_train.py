@@ -14,6 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 from shoal import TrainConfig, train
+from shoal.errors import StoppedError
+from shoal.running import resume
+from shoal.training.evaluate import evaluate
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 
@@ -79,6 +82,44 @@ def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
     assert result_of(tmp_path / "a")["final_loss"] == result_of(tmp_path / "b")["final_loss"]
+
+
+def tests_of(folder: Path) -> list[tuple[int, int]]:
+    return [(line["epoch"], line["step"]) for line in metrics_of(folder) if line["event"] == "test"]
+
+
+def test_tests_between_change_nothing_else(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    settings = ["--data", tiny, "--epochs", "4", "--batch", "16", "--eval-every", "3"]
+    plain = shoal("train", *settings, "--out", "plain")
+    often = shoal("train", *settings, "--eval-steps", "4", "--out", "often")
+    assert (plain.returncode, often.returncode) == (0, 0), often.stderr
+    a, b = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "often"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert tests_of(tmp_path / "plain") == [(3, 15), (4, 20)]
+    assert tests_of(tmp_path / "often") == [(1, 4), (2, 8), (3, 12), (3, 15), (4, 16), (4, 20)]
+    assert "epoch 1/4, step 4: loss" in often.stdout
+    assert "epoch 3/4: loss" in often.stdout
+
+
+def test_a_test_that_a_stop_cut_short_is_made_when_the_run_goes_on(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the test after step 8, inside the second epoch."""
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"data": tiny, "epochs": 3, "batch": 16, "eval_steps": 4}
+    train(TrainConfig(**settings, out=Path("whole")))
+    made: list[object] = []
+
+    def evaluate_twice(*arguments: object, **options: object) -> object:
+        made.append(arguments)
+        return None if len(made) == 3 else evaluate(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("shoal.training.loop.evaluate", evaluate_twice)
+    with pytest.raises(StoppedError, match="after step 3 of 5"):
+        train(TrainConfig(**settings, out=Path("parts")))
+    resume(Path("parts"), {})
+    assert tests_of(tmp_path / "parts") == tests_of(tmp_path / "whole")
+    assert tests_of(tmp_path / "whole") == [(1, 4), (1, 5), (2, 8), (2, 10), (3, 12), (3, 15)]
 
 
 def test_a_run_that_learns_nothing_is_told_of(shoal: Shoal, tiny: str) -> None:

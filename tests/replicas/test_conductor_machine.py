@@ -87,7 +87,8 @@ class Run:
         self.reported = 0
         """Of those, the ones that the conductor was told of."""
         self.stepped: list[int] = []
-        self.tests: list[int] = []
+        self.tests: list[tuple[int, int]] = []
+        """Steps and epochs of the weights that were tested."""
         self.results: list[WriteResult] = []
         self.saved: list[HowFar] = []
         self.own_states: set[tuple[int, int]] = set()
@@ -109,7 +110,7 @@ class Run:
                 case Stepped():
                     self.stepped.append(effect.steps)
                 case Log() if effect.values["event"] == "test":
-                    self.tests.append(effect.values["epoch"])
+                    self.tests.append((effect.values["step"], effect.values["epoch"]))
                 case WriteCheckpoint():
                     assert replica is not None
                     self.saved.append(effect.how_far)
@@ -281,7 +282,12 @@ class Run:
         assert self.stepped == list(range(first, first + len(self.stepped)))  # each counts once
         if not self.options.same_batch:
             assert self.reported == len(self.stepped) + self.repeated
-        assert self.tests == sorted(set(self.tests))
+        self.check_tests(self.tests)
+
+    def check_tests(self, tests: list[tuple[int, int]]) -> None:
+        """An end of an epoch is tested once. A test between may be so late that it comes to the same weights."""
+        assert tests == sorted(tests)
+        assert self.config.eval_steps or len(tests) == len(set(tests))
 
     @property
     def repeated(self) -> int:
@@ -293,7 +299,8 @@ class Run:
         assert len(self.results) == 1
         every = self.config.eval_every
         due = {epoch for epoch in range(1, self.config.epochs + 1) if epoch % every == 0 or epoch == self.config.epochs}
-        assert set(self.tests) == due
+        tested = {epoch for _, epoch in self.tests}
+        assert tested >= due if self.config.eval_steps else tested == due
 
 
 Kind = Literal["advance", "kill", "freeze", "hang", "wake", "join", "preempt", "stop", "write", "pass"]
@@ -348,6 +355,7 @@ chosen = st.fixed_dictionaries(
         "epochs": st.integers(1, 8),
         "eval_every": st.integers(1, 2),
         "checkpoint_every": st.integers(1, 3),
+        "eval_steps": st.none() | st.integers(1, 9),
     }
 )
 drops = st.lists(st.booleans(), max_size=30).map(iter)
@@ -411,8 +419,12 @@ def test_what_a_stopped_run_saved_is_what_the_next_part_needs(
     assert last.results
     assert last.conductor.counted == last.total
     # What a part wrote that was stopped before its first batch is cut off when the next one begins.
-    tests = [epoch for run in parts if run.saved for epoch in run.tests]
-    assert tests == sorted(set(tests))
+    tests = [test for run in parts if run.saved for test in run.tests]
+    last.check_tests(tests)
+    every = last.config.eval_steps
+    if last.options.same_batch and every is not None:  # nobody trains while one tests
+        ends = range(STEPS_PER_EPOCH * last.config.eval_every, last.total, STEPS_PER_EPOCH * last.config.eval_every)
+        assert [step for step, _ in tests] == sorted({*ends, *range(every, last.total, every), last.total})
     done: Counter[int] = sum((run.applied for run in parts), Counter())
     assert all(done[number] for number in range(last.total))
 
@@ -531,7 +543,7 @@ def test_what_no_replica_would_say_is_refused_and_changes_nothing() -> None:
     assert isinstance(order, MakeTest)
     run.ask(0, Settling())
     with pytest.raises(MessageError, match="did not send what it was told"):
-        run.conductor.answer(0, HasTested(1), 1.0)
+        run.conductor.answer(0, HasTested(order.after), 1.0)
     assert not run.conductor.over
 
 

@@ -16,7 +16,7 @@ SHARED = "model model_options data input classes batch seed workers plan batch_n
 FLAGS = {
     TrainConfig: SHARED
     + "augment epochs lr schedule warmup momentum weight_decay replicas exchange exchange_options slow race "
-    "bucket_bytes device out eval_every checkpoint_every log_every",
+    "bucket_bytes device out eval_every eval_steps checkpoint_every log_every",
     VerifyConfig: SHARED + "steps dtype tolerance",
 }
 
