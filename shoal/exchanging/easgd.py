@@ -1,7 +1,7 @@
 """`easgd`: elastic averaging. Replicas train on their own, each tied to a common centre (Zhang et al. 2015).
 
 Keeps       a push and fetch takes from a replica what it gives to the centre: their sum stays, to rounding. The centre
-            is what is tested and saved. One replica with `moving_rate` 0 is plain SGD, bit for bit.
+            is what is tested and saved. Between two pushes a replica is plain SGD, bit for bit.
 Gives up    replicas differ from each other and from the centre (measured as `spread`). The running statistics of
             batch norm that a test uses are those of the replica that tests.
 Costs       every `period` steps a copy of the weights to the centre and one of the difference back, or on one host a
@@ -39,7 +39,7 @@ class Options(Kind):
 
     period: int = Field(default=4, gt=0)
     """Steps from one push and fetch to the next (tau)."""
-    moving_rate: float = Field(default=0.9, ge=0, le=1)
+    moving_rate: float = Field(default=0.9, gt=0, le=1)
     """How far the centre goes towards the replicas when each has pushed once (beta): one push goes
     moving_rate / replicas of the way."""
     servers: Servers = "auto"

@@ -429,6 +429,60 @@ def test_softsync_steps_by_the_mean_of_several_gradients(servers: int) -> None:
         assert pair[0].exchange.tally.staleness == {0: 1, 1: 1, 2: 1}
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_softsync_divides_a_gradient_by_its_staleness(servers: int) -> None:
+    with meeting("softsync", 2, n=2, servers=servers) as (side, _):  # an update for every gradient
+        late, busy = sides(side, 2, momentum=0.0, weight_decay=0.0)
+        begun = late.weights()
+        for _ in range(3):
+            busy.push(0.0)
+        late.push(1.0)
+        assert late.exchange.tally.staleness == {3: 1}
+        torch.testing.assert_close(late.weights(), begun - 1 / 3)
+
+
+@pytest.mark.parametrize(("dual_limit", "common", "own"), [(1e6, 0.3, 0.2), (0.0, 0.2, 0.2)])
+def test_admm_steps_by_its_multipliers_and_the_distance_to_the_common_solution(
+    dual_limit: float, common: float, own: float
+) -> None:
+    """One replica, gradient 1, rate 0.1, rho 0.5, two steps by hand, as distances from where it began.
+
+    With multipliers: own 0.1, dual -0.05, sent 0.1 + 0.05 / 0.5 = 0.2; then a gradient of 1 - 0.05 + 0.5 * 0.1 = 1, own
+    0.2, dual -0.05 + 0.5 * 0 = -0.05, sent 0.3. Without them what is sent are the own weights.
+    """
+    with meeting("admm", 1, servers=1, rho=0.5, period=1, dual_limit=dual_limit) as (side, _):
+        (replica,) = sides(side, 1, momentum=0.0, weight_decay=0.0)
+        begun = replica.weights()
+        for _ in range(2):
+            replica.push(1.0, rate=0.1)
+        torch.testing.assert_close(replica.weights(), begun - own)
+        with replica.exchange.showing():
+            torch.testing.assert_close(replica.weights(), begun - common)
+        torch.testing.assert_close(replica.weights(), begun - own)
+
+
+def test_hogwild_adds_every_update_where_none_meets_another_and_takes_no_turns() -> None:
+    with meeting("hogwild", 2) as (side, _):
+        pair = sides(side, 2, momentum=0.0, weight_decay=0.0)
+        begun = pair[0].weights()
+        for _ in range(3):
+            for replica in pair:
+                replica.push(1.0, rate=0.01)
+        torch.testing.assert_close(pair[1].weights(), begun - 0.06)
+
+        def push_often(replica: Side) -> None:
+            for _ in range(50):
+                replica.push(1.0, rate=0.01)
+
+        at_once([partial(push_often, replica) for replica in pair])
+        for replica in pair:
+            replica.exchange.settle()
+        moved = begun - pair[0].weights()
+        assert torch.equal(pair[0].weights(), pair[1].weights())
+        assert moved.max() <= 1.06 + 1e-4, "no update counts twice"
+        assert moved.min() > 0.06 + 1e-4, "of updates that meet, one stays"
+
+
 @pytest.mark.parametrize("options", [{"period": 1}, {"mode": "pair", "period": 1}, {"probability": 0}], ids=str)
 def test_all_that_settle_have_the_same_weights(options: dict[str, Any]) -> None:
     with meeting("gossip", 3, **options) as (side, _):
