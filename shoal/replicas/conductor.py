@@ -219,10 +219,15 @@ class Conductor:
         if due is not None and self._may_test(replica, due):
             return self._begin_test(replica, due)
         if due is not None and (self._in_step or due.last):
-            return Wait()
+            return self._wait(replica)
         if self._in_step and self._at_barrier(replica):
-            return Wait()
+            return self._wait(replica)
         return self._order_batch(replica, now)
+
+    def _wait(self, replica: int) -> Order:
+        """It gets nothing now. An update waits for one that has yet to push as much as for one that still trains."""
+        self._effects.append(Rest(replica, resting=not self._budget.holds(replica)))
+        return Wait()
 
     def _may_leave(self, replica: int) -> bool:
         """Whether the others can go on without a replica that was asked to stop; if not, the run stops."""
@@ -241,10 +246,9 @@ class Conductor:
 
     def _order_batch(self, replica: int, now: float) -> Order:
         number = self._budget.take(replica)
-        # An update waits for a replica that has yet to push as much as for one that still trains.
-        self._effects.append(Rest(replica, resting=number is None and not self._budget.holds(replica)))
         if number is None:
-            return Wait()
+            return self._wait(replica)
+        self._effects.append(Rest(replica, resting=False))
         self._journal.begin_step(now)
         epoch, step = divmod(number, self._about.steps_per_epoch)
         return TrainBatch(number, epoch, step, self._journal.rate(number))
@@ -264,15 +268,15 @@ class Conductor:
         assert self._stop_at is not None
         if self._options.same_batch and self._budget.handed(replica) < self._stop_at:
             return self._order_batch(replica, now)
-        self._effects.append(Rest(replica, resting=not self._budget.holds(replica)))
+        wait = self._wait(replica)
         if self._options.same_batch and self.counted < self._stop_at:
-            return Wait()
+            return wait
         if not self.counted:
             self._stopped = True  # there is nothing to save
             return Stop()
         if self._wants_own(replica, STOPPING):
             return self._ask_for_own()
-        return self._begin_test(replica, STOPPING) if self._may_test(replica, STOPPING) else Wait()
+        return self._begin_test(replica, STOPPING) if self._may_test(replica, STOPPING) else wait
 
     def _wants_own(self, replica: int, order: MakeTest) -> bool:
         """Whether a replica has something of its own to hand in, for the checkpoint that is due."""

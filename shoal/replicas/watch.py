@@ -5,6 +5,7 @@ given something to do asks for more when it is done, and one that has not asked 
 took is suspected to hang.
 """
 
+import math
 from collections.abc import Mapping, Set
 
 PATIENCE = 10.0
@@ -40,6 +41,8 @@ class Watch:
         """Seconds of each replica's slowest step lately, without what it waited for others."""
         self._disturbed: set[int] = set()
         """Replicas whose next report is of a time in which they, or a server, were frozen."""
+        self._waited: Set[int] = frozenset()
+        """Replicas that waited for others when this was last looked at."""
         self._looked = float("-inf")
 
     def happened(self, what: str, replica: int, now: float) -> None:
@@ -95,10 +98,11 @@ class Watch:
     ) -> tuple[int | None, list[int]]:
         """Who is suspected from now on, if anybody, and whose suspicion was wrong.
 
-        `heard`: when replicas last asked anything of anybody. `waiting`: replicas that say that they wait for others,
-        and so have the whole time-out: who keeps them waiting may have asked a moment later than they. `longer`:
-        replicas with an order that takes longer than a step, and how many times as long; infinity for one that is not
-        waited for. One is suspected at a time, the one that has been silent for longest.
+        `heard`: when replicas last asked anything of anybody. `waiting`: replicas that say that they wait for others;
+        each has the whole time-out, and longer while one is silent that does not wait: that one keeps them, though it
+        may have asked a moment later than they. `longer`: replicas with an order that takes longer than a step, and how
+        many times as long; infinity for one that is not waited for. One is suspected at a time, the one that has been
+        silent for longest.
         """
         cleared = [replica for replica, since in self.suspected.items() if heard.get(replica, since) > since]
         for replica in cleared:
@@ -106,6 +110,10 @@ class Watch:
         for replica, when in heard.items():
             if replica in self._heard:
                 self._heard[replica] = max(when, self._heard[replica])
+        excused = {replica for replica, factor in longer.items() if math.isinf(factor)} | (self._waited - waiting)
+        for replica in excused & self._heard.keys():
+            self._heard[replica] = now  # its time begins when it is waited for again, or has waited for others
+        self._waited = frozenset(waiting)
         if now - self._looked > self._heartbeat:  # this process itself was held up, and may have missed questions
             self._restart(now)
         self._looked = now
@@ -113,8 +121,13 @@ class Watch:
             return None, cleared
         since = {**(self._joined if self._begun else {}), **self._heard}
         silent = {replica: now - when for replica, when in since.items() if replica in self.active}
-        limits = {replica: self._timeout if replica in waiting else self._limit(replica) for replica in silent}
-        stuck = [replica for replica, seconds in silent.items() if seconds > limits[replica] * longer.get(replica, 1)]
+        keeps_others = any(seconds > self._heartbeat for replica, seconds in silent.items() if replica not in waiting)
+        stuck = [
+            replica
+            for replica, seconds in silent.items()
+            if seconds > self._limit(replica, waits=replica in waiting) * longer.get(replica, 1)
+            and not (keeps_others and replica in waiting)
+        ]
         if self._waits and not any(seconds <= self._heartbeat for seconds in silent.values()):
             stuck = []  # all wait for each other, and waiting in a step has a time-out of its own
         if not stuck:
@@ -124,9 +137,9 @@ class Watch:
         self.suspected[suspect] = now
         return suspect, cleared
 
-    def _limit(self, replica: int) -> float:
+    def _limit(self, replica: int, *, waits: bool) -> float:
         """Seconds that a replica may be silent. It may wait for another, so the slowest of all counts."""
-        if replica not in self._slowest:
+        if waits or replica not in self._slowest:
             return self._timeout
         return max(self._heartbeat, PATIENCE * max(self._slowest.values()))
 

@@ -101,6 +101,7 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
         file = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
     sys.argv = ["shoal", *arguments]
     from shoal.cli.main import main
 

@@ -644,6 +644,41 @@ def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     return str(epochs)
 
 
+GROUPS_THAT_GO_ON = [
+    thorough(["downpour", "compress=int8,servers=processes"]),
+    thorough(["dasgd", "servers=processes,density=0.1"]),
+    thorough(["softsync", "heartbeat=5"]),
+    thorough(["hogwild", "heartbeat=5"]),
+    thorough(["easgd", "period=2"]),
+    thorough(["admm", "period=2"]),
+    ["gossip", "mode=pair,compress=int8"],
+    thorough(["gossip", "period=1"]),
+    thorough(["local", "period=3"]),
+    thorough(["local", "compress=sign"]),
+    thorough(["sync", "shards=2"]),
+    thorough(["backup", "backups=0"]),
+    thorough(["allreduce", "compress=sign"]),
+]
+
+
+@pytest.mark.parametrize("chosen", GROUPS_THAT_GO_ON, ids="-".join)
+def test_replicas_of_several_workers_go_on_after_a_stop(
+    shoal: Shoal, mine: list[str], tmp_path: Path, chosen: list[str]
+) -> None:
+    options = [*GROUPS, "model", "--exchange", chosen[0], "--exchange-options", chosen[1]]
+    run = begin(tmp_path, "shoal", "train", *mine, *LONG, *options, "--out", "run")
+    out = tmp_path / "run"
+    try:
+        wait_for(under_way(out, [0, 1]), run)
+        goes_on(out, run)
+        printed = end(run)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130, printed
+    goes_on_after_a_stop(shoal, out, 10 if chosen[0] in ("allreduce", "sync") else 20)
+
+
 @pytest.mark.parametrize("chosen", [["allreduce", "compress=none"], ["allreduce", "compress=sign"]], ids="-".join)
 def test_what_is_in_step_goes_on_as_if_it_had_never_stopped(
     shoal: Shoal, mine: list[str], tmp_path: Path, chosen: list[str]

@@ -96,13 +96,21 @@ def only_thorough(config: pytest.Config) -> None:
         ["dasgd", "density=0.1,n_sync=1"],
         ["backup", "backups=0"],
         ["allreduce"],
+        ["sync"],
+        ["softsync"],
+        ["easgd"],
+        ["admm"],
+        ["local"],
+        ["local", "compress=int8"],
+        ["gossip"],
+        ["gossip", "mode=pair,compress=int8"],
     ],
     ids="-".join,
 )
 def test_replicas_on_two_hosts_train_together(
     start: Start, mine: list[str], tmp_path: Path, options: list[str], pytestconfig: pytest.Config
 ) -> None:
-    if options[0] not in ("dasgd", "allreduce"):
+    if options not in (["dasgd", "density=0.1,n_sync=1"], ["allreduce"], ["gossip"]):
         only_thorough(pytestconfig)
     name, *more = options
     chosen = ["--exchange", name, *(["--exchange-options", more[0]] if more else [])]

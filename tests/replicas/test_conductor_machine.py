@@ -6,7 +6,7 @@ freezes, wakes, joins, is asked to stop, and whose pushes are dropped.
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +17,7 @@ from shoal.config import TrainConfig
 from shoal.errors import DivergedError, MessageError, PeerError, StoppedError
 from shoal.exchanging import Tally
 from shoal.exchanging.membership.coordinator import What
+from shoal.exchanging.membership.tickets import Tickets
 from shoal.replicas.conductor import Conductor, Place
 from shoal.replicas.effects import Effect, HowFar, Log, Rest, Stepped, Suspect, WriteCheckpoint, WriteOwn, WriteResult
 from shoal.replicas.orders import (
@@ -56,6 +57,8 @@ class Played:
         """Whether it does nothing now: frozen by SIGSTOP, or hanging."""
         self.asked_to_stop = False
         self.waits_for_files = False
+        self.wanted_version = 0
+        """It waits for others until servers have this version."""
 
 
 class Run:
@@ -95,6 +98,11 @@ class Run:
         """On the disk."""
         self.own_states_wait: list[WriteOwn] = []
         self.files_wait = False
+        wanted = options.gradients_per_update(self.config.replicas)
+        self.tickets = Tickets(wanted, self.config.replicas) if wanted and not options.same_batch else None
+        self.resting: set[int] = set()
+        self.fair_since: float | None = None
+        """When it began that everybody who can has its turn again and again."""
         for _ in range(self.config.replicas):
             self.join()
 
@@ -122,7 +130,12 @@ class Run:
                     self.there[effect.replica].waits_for_files = True
                 case WriteResult():
                     self.results.append(effect)
+                case Rest():
+                    (self.resting.add if effect.resting else self.resting.discard)(effect.replica)
+                    self.tell_members()
                 case Suspect():
+                    if effect.hangs and self.fair_since is not None and self.now > self.fair_since + 2 * HEARTBEAT:
+                        assert self.there[effect.replica].stopped, "one is suspected that does what it is told"
                     self.silence(effect.replica, "progress", silent=effect.hangs)
 
     def check_own(self, effect: WriteCheckpoint) -> None:
@@ -131,7 +144,14 @@ class Run:
         assert len(set(effect.own.values())) <= 1
         assert (effect.replica in effect.own) == self.options.hands_in
 
+    def tell_members(self) -> None:
+        """As the coordinator: who takes part, and who has nothing to do."""
+        if self.tickets is not None:
+            active = {number for number, played in self.there.items() if not played.silent}
+            self.tickets.members(active, self.resting)
+
     def tell(self, what: What, who: int) -> None:
+        self.tell_members()
         self.carry_out(self.conductor.happened(what, who, self.now))
 
     def silence(self, replica: int, why: str, *, silent: bool) -> None:
@@ -163,8 +183,8 @@ class Run:
         if played.stopped or played.waits_for_files:
             return
         if next(played.life, "gone") == "gone":
-            self.tell("left", number)
             del self.there[number]
+            self.tell("left", number)
 
     def kill(self, number: int) -> None:
         del self.there[number]
@@ -199,19 +219,35 @@ class Run:
         until = self.now + seconds
         while self.now < until:
             self.now += HEARTBEAT / 4
-            self.carry_out(self.conductor.tick(self.now, {}, set()))
+            version = 0 if self.tickets is None else self.tickets.version
+            waiting = {number for number, played in self.there.items() if played.wanted_version > version}
+            self.carry_out(self.conductor.tick(self.now, {}, waiting))
 
     def life(self, number: int) -> Iterator[None]:
         """A replica as `worker.py` has it."""
         steps: list[Step] = []
         done: StepsDone | None = None
         ahead: Order | None = None
+        version = 0 if self.tickets is None else self.tickets.version
 
-        def pushed() -> StepsDone | None:
+        def in_round() -> Generator[None, None, bool]:
+            """Whether what is pushed counts; waits for those with whose pushes it makes an update."""
+            nonlocal version
+            assert self.tickets is not None
+            played = self.there[number]
+            counts = not played.silent and self.tickets.ask(number, version)
+            wanted = version + 1 if counts else self.tickets.version
+            played.wanted_version = wanted
+            while self.tickets.version < wanted:
+                yield
+            version = wanted
+            return counts
+
+        def pushed() -> Generator[None, None, StepsDone | None]:
             nonlocal steps
             if not steps:
                 return None
-            applied = not next(self.drops, False)
+            applied = not next(self.drops, False) if self.tickets is None else (yield from in_round())
             if applied:
                 self.applied.update(step.number for step in steps)
             done, steps = StepsDone(tuple(steps), applied, (1,), Tally(steps=len(steps), updates=1)), []
@@ -234,15 +270,15 @@ class Run:
                         yield
                     steps.append(Step(order.number, 0.5, STEP_SECONDS))
                     if len(steps) >= self.push_every:
-                        done = pushed()
+                        done = yield from pushed()
                 case HandIn():
                     if not self.options.keeps_own:
-                        done = pushed() or done
+                        done = (yield from pushed()) or done
                     self.ask(number, HandedIn(order.moment), parts=1)
                     yield
                 case MakeTest():
                     if not self.options.keeps_own:
-                        done = pushed() or done
+                        done = (yield from pushed()) or done
                     self.ask(number, Settling(done))
                     done = None
                     yield
@@ -250,9 +286,9 @@ class Run:
                     self.ask(number, HasTested(order.after, evaluation), parts=order.save + order.last)
                     yield
                 case Wait():
-                    done = pushed() or done
+                    done = (yield from pushed()) or done
                 case Leave():
-                    done = pushed() or done
+                    done = (yield from pushed()) or done
                     self.ask(number, Leaving(done))
                     return
                 case Stop():
@@ -265,6 +301,7 @@ class Run:
         if not asleep or all(played.stopped for played in self.there.values()):
             for number in self.there:
                 self.wake(number)
+        self.fair_since = self.now
         for _ in range(100 * self.total + 1000):
             if not self.there:
                 break

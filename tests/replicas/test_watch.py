@@ -1,5 +1,7 @@
 """Who is suspected to hang: a replica that keeps others waiting, and not those that wait for it."""
 
+import math
+
 import pytest
 
 from shoal.replicas.watch import Watch
@@ -45,5 +47,15 @@ def test_a_replica_that_says_that_it_waits_has_the_whole_timeout() -> None:
 def test_a_replica_of_which_no_step_is_known_has_the_whole_timeout() -> None:
     watch = two_that_train({0: 0.1})
     watch.happened("joined", 1, 0.0)
-    watch.hear(1, 0.1)
-    assert first_suspect(watch, {0}, TIMEOUT - 1) is None
+    watch.hear(1, 0.2)
+    assert first_suspect(watch, {0}, TIMEOUT + 1) == (1, TIMEOUT + 0.25)
+
+
+@pytest.mark.parametrize(("waiting", "longer"), [(set(), {0: math.inf}), ({0}, {})], ids=["of files", "for others"])
+def test_time_in_which_a_replica_is_not_waited_for_does_not_count(waiting: set[int], longer: dict[int, float]) -> None:
+    watch = two_that_train({0: 0.0})
+    for quarter in range(20):
+        assert watch.look(quarter / 4, {}, waiting, longer) == (None, [])
+    assert watch.look(5.0, {}, set(), {}) == (None, [])
+    assert watch.look(5.75, {}, set(), {}) == (None, [])
+    assert watch.look(6.25, {}, set(), {}) == (0, [])
