@@ -9,6 +9,7 @@ messages and sums on the given group never meet ours.
 Below them: the world of a run that Shoal conducts, groups that need no world, and what is told over one.
 """
 
+import atexit
 import os
 import pickle
 import secrets
@@ -31,7 +32,7 @@ Backend = Any
 """c10d's own: `allreduce`, `allgather`, `broadcast`, `send` and `recv`, each of which gives a work to wait for."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Circle:
     """All ranks of one given group, which count themselves from 0, and the groups among them."""
 
@@ -46,6 +47,13 @@ class Circle:
     networks: int = 0
     """How many transports talk here so far; each takes its number at its first call, which all ranks make."""
     _made: dict[tuple[str, tuple[int, ...]], Backend] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _circles.add(self)
+
+    def close(self) -> None:
+        """Let go of the groups: their threads end, once what is under way is done."""
+        self._made.clear()
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Backend:
         """The group of these ranks, this one among them; made once: it has threads and sockets, networks come and go.
@@ -64,6 +72,29 @@ class Circle:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.patience
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_circles: "weakref.WeakSet[Circle]" = weakref.WeakSet()
+CLOSE_SECONDS = 1.0
+"""How long the end of the interpreter waits for threads of groups; one may wait for a rank that failed."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads of all groups before the interpreter ends.
+
+    A thread of Gloo lets go of a tensor a moment after all have its sum. If the interpreter is ending by then, torch
+    aborts the process (seen once in some 60 short scripts): `terminate called without an active exception`.
+    """
+
+    def close() -> None:
+        for circle in list(_circles):
+            circle.close()
+
+    if len(_circles):
+        closing = threading.Thread(target=close, name="shoal-closing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
 
 
 @dataclass
