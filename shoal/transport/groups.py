@@ -14,6 +14,7 @@ import os
 import pickle
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Circle:
 
 
 _circles: "weakref.WeakSet[Circle]" = weakref.WeakSet()
+MOMENT_SECONDS = 0.05
 CLOSE_SECONDS = 1.0
 """How long the end of the interpreter waits for threads of groups; one may wait for a rank that failed."""
 
@@ -91,9 +93,14 @@ def _end_threads() -> None:
         for circle in list(_circles):
             circle.close()
 
-    if len(_circles):
-        closing = threading.Thread(target=close, name="shoal-closing", daemon=True)
+    if not len(_circles):
+        return
+    closing = threading.Thread(target=close, name="shoal-closing", daemon=True)
+    try:
         closing.start()
+    except RuntimeError:  # from Python 3.12 on no thread begins any more: give those of Gloo a moment instead
+        time.sleep(MOMENT_SECONDS)
+    else:
         closing.join(CLOSE_SECONDS)
 
 
