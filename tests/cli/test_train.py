@@ -84,7 +84,7 @@ def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Pa
     assert result_of(tmp_path / "a")["final_loss"] == result_of(tmp_path / "b")["final_loss"]
 
 
-def tests_of(folder: Path) -> list[tuple[int, int]]:
+def when_tested(folder: Path) -> list[tuple[int, int]]:
     return [(line["epoch"], line["step"]) for line in metrics_of(folder) if line["event"] == "test"]
 
 
@@ -95,8 +95,8 @@ def test_tests_between_change_nothing_else(shoal: Shoal, tiny: str, tmp_path: Pa
     assert (plain.returncode, often.returncode) == (0, 0), often.stderr
     a, b = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "often"))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert tests_of(tmp_path / "plain") == [(3, 15), (4, 20)]
-    assert tests_of(tmp_path / "often") == [(1, 4), (2, 8), (3, 12), (3, 15), (4, 16), (4, 20)]
+    assert when_tested(tmp_path / "plain") == [(3, 15), (4, 20)]
+    assert when_tested(tmp_path / "often") == [(1, 4), (2, 8), (3, 12), (3, 15), (4, 16), (4, 20)]
     assert "epoch 1/4, step 4: loss" in often.stdout
     assert "epoch 3/4: loss" in often.stdout
 
@@ -118,8 +118,8 @@ def test_a_test_that_a_stop_cut_short_is_made_when_the_run_goes_on(
     with pytest.raises(StoppedError, match="after step 3 of 5"):
         train(TrainConfig(**settings, out=Path("parts")))
     resume(Path("parts"), {})
-    assert tests_of(tmp_path / "parts") == tests_of(tmp_path / "whole")
-    assert tests_of(tmp_path / "whole") == [(1, 4), (1, 5), (2, 8), (2, 10), (3, 12), (3, 15)]
+    assert when_tested(tmp_path / "parts") == when_tested(tmp_path / "whole")
+    assert when_tested(tmp_path / "whole") == [(1, 4), (1, 5), (2, 8), (2, 10), (3, 12), (3, 15)]
 
 
 def test_a_run_that_learns_nothing_is_told_of(shoal: Shoal, tiny: str) -> None:
