@@ -132,6 +132,7 @@ def memory_of(args: argparse.Namespace) -> None:
     for _ in range(3):
         step()
     row = [max(building, peak_bytes()), peak_bytes() - built, building]
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{dist.get_rank()}.json").write_text(json.dumps(row))
 
 
