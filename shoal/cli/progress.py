@@ -1,5 +1,6 @@
 """How a run shows itself: a moving bar on a terminal, plain lines elsewhere."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,8 +86,9 @@ class _Lines(Listener):
             iou = f", IoU {metrics['test_iou']:.4f}" if "test_iou" in metrics else ""
             inside = metrics["step"] < metrics["epoch"] * self._steps_per_epoch
             where = f", step {metrics['step']}" if inside else ""
+            loss = "" if math.isnan(self._loss) else f"loss {self._loss:.4f}, "  # a test may come before the first line
             self._print(
-                f"epoch {metrics['epoch']}/{self._epochs}{where}: loss {self._loss:.4f}, "
+                f"epoch {metrics['epoch']}/{self._epochs}{where}: {loss}"
                 f"test accuracy {metrics['test_accuracy']:.4f}{iou}"
             )
             return

@@ -97,7 +97,8 @@ def test_tests_between_change_nothing_else(shoal: Shoal, tiny: str, tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert when_tested(tmp_path / "plain") == [(3, 15), (4, 20)]
     assert when_tested(tmp_path / "often") == [(1, 4), (2, 8), (3, 12), (3, 15), (4, 16), (4, 20)]
-    assert "epoch 1/4, step 4: loss" in often.stdout
+    assert "epoch 1/4, step 4: test accuracy" in often.stdout  # no loss was logged yet
+    assert "epoch 2/4, step 8: loss" in often.stdout
     assert "epoch 3/4: loss" in often.stdout
 
 
