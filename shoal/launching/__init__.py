@@ -1,13 +1,13 @@
 """Launching: processes that work together, started here or by torchrun or srun. Loads torch only in the ranks.
 
-`world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process, `ranks.py` starts and
-supervises ranks of this host that live and die together, `replicas.py` groups of which some may be lost, `failure.py`
-decides what went wrong first.
+`world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process and `forked.py` how it
+begins, `ranks.py` starts and supervises ranks of this host that live and die together, `replicas.py` groups of which
+some may be lost, `failure.py` decides what went wrong first.
 """
 
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import leave, stop_signals
+from shoal.launching.process import leave, load_ahead, stop_signals
 from shoal.launching.ranks import run
 from shoal.launching.replicas import Replicas
 from shoal.launching.world import World, surrounding
@@ -19,6 +19,7 @@ __all__ = [
     "table_of",
     "told_to_all",
     "assembled",
+    "load_ahead",
     "run",
     "Replicas",
     "leave",

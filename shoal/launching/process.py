@@ -1,7 +1,8 @@
 """One process of a run: how it is started, heard and ended, and what it does on its side.
 
-Processes   `spawn`, in this one's present folder, each in a session of its own: a Ctrl-C on the terminal reaches this
-            process alone, which passes it on once. A process ends when this one does, however that happens.
+Processes   as `forked.py` begins them, in this one's present folder, each in a session of its own: a Ctrl-C on the
+            terminal reaches this process alone, which passes it on once. A process ends when this one does, however
+            that happens.
 Signals     the first SIGINT, SIGTERM or SIGHUP asks every process to stop (SIGTERM), as a training loop knows how to;
             the second kills them.
 """
@@ -18,16 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.launching import forked
 from shoal.launching.failure import Failure
 from shoal.launching.group import joined
 from shoal.launching.world import World
-from shoal.machine import HUGE_PAGES
+from shoal.machine import HUGE_PAGES, threads_each
 
 END_SECONDS = 1.0
 """Time between asking a process to end and killing it."""
@@ -35,10 +37,8 @@ END_SECONDS = 1.0
 
 def stop_signals() -> list[signal.Signals]:
     """Signals that ask for an end in good order. SIGHUP, the end of the terminal, unless it is ignored (`nohup`)."""
-    asked = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        asked.append(signal.SIGHUP)
-    return asked
+    asked = forked.STOP_SIGNALS
+    return [number for number in asked if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Process:
     """One process, as the launcher sees it."""
 
     number: int
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
     finished: bool = False
     result: Any = None
@@ -78,6 +78,12 @@ def environment_of(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), HUGE_PAGES: wanted}
 
 
+def load_ahead(ranks: int, threads: int | None) -> None:
+    """Load what `ranks` of `threads` each will need, while this process does other things: they will begin earlier."""
+    with environment(**environment_of(threads_each(threads, ranks))):
+        forked.load_ahead()
+
+
 def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     """What a process is to do, pickled; a `ConfigError` where it cannot be."""
     try:
@@ -91,14 +97,9 @@ def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
 
 def start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> Process:
     """Start one process, which joins `world` and does what `payload` says."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_serve,
-        args=(world, payload, threads, timeout, device, Path.cwd(), theirs),
-        name=f"shoal rank {world.number}",
-    )
-    process.start()
+    ours, theirs = mp.Pipe()
+    args = (world, payload, threads, timeout, device, Path.cwd(), theirs)
+    process = forked.begin(_serve, args, name=f"shoal rank {world.number}")
     theirs.close()
     return Process(world.number, process, ours)
 
@@ -153,18 +154,6 @@ class Signals:
                 else:
                     rank.process.kill()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Signals wait while ranks start: a rank inherits this and so gets none before it is in its own session."""
-        if not hasattr(signal, "pthread_sigmask"):
-            yield
-            return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
     def raise_if_interrupted(self, failures: Sequence[Failure]) -> None:
         """After a signal, a rank that died of it tells nothing but that it came too early for a stop in good order."""
         if self.asked > 1 or (self.asked and not any(failure.kind in ("stopped", "raised") for failure in failures)):
@@ -195,7 +184,7 @@ def _serve(
     """One rank's whole life."""
     _stand_alone()
     try:
-        os.chdir(folder)  # `spawn` starts where the parent was when it began, and a script may have gone elsewhere
+        os.chdir(folder)  # it starts where the parent was when that began, and a script may have gone elsewhere
         import torch
 
         torch.set_num_threads(threads)
@@ -219,7 +208,7 @@ def _stand_alone() -> None:
         # A Ctrl-C that came while this process started was meant for the parent, which passes it on.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forked.STOP_SIGNALS)
     if sys.platform == "linux":  # also ends a rank that is stopped or deep in C
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     threading.Thread(target=_die_with_parent, name="shoal-parent", daemon=True).start()

@@ -38,7 +38,7 @@ def run(
     Raises the first failing rank's error: a `ShoalError` as its own class, any other as a `RunError` that names the
     rank, the layer where the engine noted it, and the error, with the rank's traceback as its cause; a
     `KeyboardInterrupt` when asked to stop before the ranks could do so in good order. No process outlives the call.
-    Costs about a second per rank: each loads torch anew.
+    Costs some seconds at the first call, in which torch is loaded, and some tenths of a second at the next ones.
     """
     from shoal.transport.table import OwnTable
 
@@ -47,7 +47,7 @@ def run(
     ranks: list[Process] = []
     with Signals(ranks) as signals:
         try:
-            with signals.held(), environment(**environment_of(threads)):
+            with environment(**environment_of(threads)):
                 for number in range(workers):
                     world = World(number, workers, number, workers, LOOPBACK, 0, "shoal", table=table.url)
                     ranks.append(start(world, payload, threads, timeout, device))

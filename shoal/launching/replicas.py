@@ -56,7 +56,7 @@ class Replicas:
         processes = self._processes
         with Signals(processes) as signals:
             try:
-                with signals.held(), environment(**environment_of(self._threads)):
+                with environment(**environment_of(self._threads)):
                     for number in range(self._replicas * self._ranks):
                         processes.append(self._start(function, args, number))
                 self._watch(signals, over, on_stop, on_lost, others)

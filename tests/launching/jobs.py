@@ -1,10 +1,16 @@
 """What the ranks of the tests do. Importable, so that spawned processes find it."""
 
+import multiprocessing as mp
 import os
+import random
 import signal
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,6 +27,39 @@ def add_up(start: int) -> tuple[int, int, int, str]:
 def where() -> Path:
     """The folder in which this rank works."""
     return Path.cwd()
+
+
+@dataclass
+class Seen:
+    """What a process finds around it."""
+
+    setting: str | None
+    home: str | None
+    cores: set[int]
+    name: str
+    forked: bool
+
+
+def surroundings(setting: str) -> Seen:
+    parent = mp.parent_process()
+    assert parent is not None
+    return Seen(
+        os.environ.get(setting),
+        os.environ.get("HOME"),
+        os.sched_getaffinity(0),
+        psutil.Process().name(),
+        os.getppid() != parent.pid,
+    )
+
+
+def say(words: str) -> None:
+    print(words)
+    print("and to stderr:", words, file=sys.stderr)
+
+
+def draws() -> tuple[float, float]:
+    """Of Python and of numpy."""
+    return random.random(), float(np.random.rand())  # noqa: NPY002  (its global generator is what this is about)
 
 
 def leave_pid(folder: str) -> None:

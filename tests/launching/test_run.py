@@ -105,6 +105,7 @@ def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
 
 
 def parent(function: str, folder: str) -> subprocess.Popen[str]:
+    """A launcher, in a group of its own, whose two ranks work."""
     code = (
         "import sys\n"
         "from shoal.errors import StoppedError\n"
@@ -119,7 +120,11 @@ def parent(function: str, folder: str) -> subprocess.Popen[str]:
         "    sys.exit(131)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
     deadline = time.monotonic() + 60
     while len(list(Path(folder).glob("rank*"))) < 2 and time.monotonic() < deadline and process.poll() is None:
