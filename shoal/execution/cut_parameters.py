@@ -1,16 +1,19 @@
-"""Parameters of which every rank holds a part, in a script's own expressions.
+"""Parameters and buffers of which every rank holds a part, in a script's own expressions.
 
 Such a parameter is still the script's own object, of the class `CutParameter`. What torch computes with it would see
 this rank's part alone, so only what comes out right all the same is let through:
 
     functions of each element, in place or not       p.mul_(0.9), p.clamp_(-c, c), (p - old).square(), p.clone()
     sums over all elements, in a loss                0.1 * p.square().sum(): every part gets its own gradient
-    what does not look at elements                   shapes, types, `.grad`, hooks, `requires_grad_`, new zeros like it
+    what does not look at elements                   shapes, types, `.grad`, hooks, `requires_grad_`
+    new constants like it                            torch.zeros_like(p): also a part, as a momentum of one's own is
 
 Everything else (norms, products, means, indices, random numbers, `numel`) is a `RunError` with the parameter's name.
 It depends on nothing but the call, so that all ranks refuse alike. What is computed from a part is a `CutValue`, for
-which the same holds. So is the gradient that a hook on the parameter gets, of which it may read any number, as loggers
-do, but not make another gradient by it.
+which the same holds. So are buffers, and gradients: `p.grad`, what `torch.autograd.grad` gives for a parameter, and
+what a hook on it gets; what an optimizer remembers of it; and an ordinary tensor into which a part is written. Compared
+with an ordinary tensor of its own shape (`p.grad - mine`, torch.equal, torch.testing) a part is one, too: whoever has
+such a tensor knows that it is of a part.
 
 The engine, states and optimizers look at the tensors themselves: within `plainly()`, none of this is in the way.
 """
@@ -20,13 +23,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import RunError
 from shoal.moves import Layout
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """Within, cut parameters are ordinary tensors, at no cost."""
@@ -35,20 +40,49 @@ _FREE = {
     *("size", "dim", "ndimension", "stride", "storage_offset", "__len__", "get_device", "element_size"),
     *("data_ptr", "untyped_storage", "storage", "__repr__", "__hash__", "result_type"),
     *("_has_compatible_shallow_copy_type", "requires_grad_", "retain_grad", "backward", "grad"),
-    *("register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like"),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("register_post_accumulate_grad_hook", "new_tensor"),
 }  # fmt: skip
 """They look at no element. What they return is no part of the parameter. So with all that are called `is_...`."""
+_MAKES = {
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+}
+"""They make a new tensor: of a part's shape it is one of a part, too, into which nothing must be drawn."""
 _FORMS = {
     *("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "permute", "transpose", "t", "contiguous"),
-    *("unsqueeze", "squeeze", "detach", "detach_", "clone", "to", "type", "type_as", "cpu", "cuda"),
-    *("float", "double", "half", "bfloat16"),
+    *("unsqueeze", "squeeze", "movedim", "detach", "detach_", "clone", "to", "type", "type_as", "cpu", "cuda"),
+    *("float", "double", "half", "bfloat16", "bool", "int", "long"),
 }
 """The same elements, in another form."""
 _FILLS = {"copy_", "zero_", "fill_", "constant_", "share_memory_"}
 _VIEWS = {"data", "T", "mT", "H", "mH"}
 """Attributes that are the same elements."""
 _COUNTS = {"numel", "nelement", "nbytes"}
+_COMPARES = {
+    "sub",
+    "subtract",
+    "rsub",
+    "__sub__",
+    "__rsub__",
+    "eq",
+    "ne",
+    "__eq__",
+    "__ne__",
+    "isclose",
+    "allclose",
+    "equal",
+}
+_REDUCES = {"max", "min", "equal"}
+"""torch calls them pointwise because some of their forms are."""
+_FUSED = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
+_SAME_AS = {
+    "rdiv": "div", "rpow": "pow", "floordiv": "div", "rfloordiv": "div", "mod": "remainder",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not",
+    "absolute": "abs", "negative": "neg", "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div",
+    "truediv": "div", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "fix": "trunc",
+}  # fmt: skip
+"""Other words for operators."""
 _SUMS = {"sum", "mean", "stack", "cat"}
 _ADDS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "neg"}
 _TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
@@ -61,19 +95,35 @@ _READS = {
 """What a script does with the number of its loss."""
 
 
+_GRADIENT = "the gradient of parameter"
+
+
 @dataclass(frozen=True)
 class Cut:
     """Of what a tensor is a part."""
 
     name: str
-    """Of the parameter."""
+    """Of the parameter or buffer."""
     layout: Layout
     summed: bool = False
     """Whether it is this rank's share of a sum over all elements."""
     readable: bool = False
-    """Whether a script may read its number: something else was added to that sum, as a loss is, or it is for a log."""
-    gradient: bool = False
-    """Whether it is the gradient that a hook gets."""
+    """Whether a script may read its number: something else was added to that sum, as a loss is."""
+    kind: str = "parameter"
+
+    @property
+    def whole(self) -> str:
+        """What it is a part of, for messages."""
+        return f"{self.kind} {self.name!r}"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is a part of a gradient."""
+        return self.kind == _GRADIENT
+
+    def of_gradient(self) -> "Cut":
+        """That of the parameter's gradient."""
+        return replace(self, kind=_GRADIENT)
 
 
 class CutParameter(nn.Parameter):
@@ -93,6 +143,11 @@ class CutParameter(nn.Parameter):
         memo[id(self)] = mark(made, self._cut)
         return made
 
+    def __copy__(self) -> Tensor:
+        """Also a part."""
+        with plainly():
+            return mark(nn.Parameter(self.data, requires_grad=self.requires_grad), self._cut)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """An ordinary parameter: whoever loads it has no ranks."""
         with plainly():
@@ -111,40 +166,54 @@ class CutValue(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Also a part."""
-        made = memo[id(self)] = _value(_plain(self).clone(), self._cut)
+        made = memo[id(self)] = mark(bare(self).clone(), self._cut)
         return made
+
+    def __copy__(self) -> Tensor:
+        """Also a part."""
+        return mark(bare(self), self._cut)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """An ordinary tensor."""
-        return _plain(self).__reduce_ex__(protocol)
+        return bare(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def mark(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """Make a parameter, in place, one of which this rank holds a part. Those of a class of their own are left alone."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = CutParameter
-        parameter._cut = cut  # type: ignore[attr-defined]
-    return parameter
+_MARKED: dict[type[Tensor], type[Tensor]] = {nn.Parameter: CutParameter, Tensor: CutValue}
+_ORDINARY = {marked: ordinary for ordinary, marked in _MARKED.items()}
 
 
-def unmark(parameter: Tensor) -> bool:
-    """Make it an ordinary parameter; whether it was marked."""
-    marked = type(parameter) is CutParameter
+def mark(tensor: AnyTensor, cut: Cut) -> AnyTensor:
+    """Make a tensor, in place, one of which this rank holds a part. Those of a class of their own are left alone."""
+    if type(tensor) in _MARKED:
+        tensor.__class__ = _MARKED[type(tensor)]  # type: ignore[assignment]
+        tensor._cut = cut  # type: ignore[attr-defined]
+    return tensor
+
+
+def unmark(tensor: Tensor) -> bool:
+    """Make it an ordinary one; whether it was marked."""
+    marked = type(tensor) in _ORDINARY
     if marked:
-        parameter.__class__ = nn.Parameter
+        tensor.__class__ = _ORDINARY[type(tensor)]
     return marked
 
 
-def mark_again(parameter: Tensor) -> None:
+def mark_again(tensor: Tensor) -> None:
     """After `unmark`, unless it was made whole since."""
-    if "_cut" in parameter.__dict__:
-        parameter.__class__ = CutParameter
+    if "_cut" in tensor.__dict__ and type(tensor) in _MARKED:
+        tensor.__class__ = _MARKED[type(tensor)]
 
 
-def forget(parameter: Tensor) -> None:
-    """Make it an ordinary parameter for good: it becomes whole."""
-    unmark(parameter)
-    parameter.__dict__.pop("_cut", None)
+def forget(tensor: Tensor) -> None:
+    """Make it an ordinary one for good: it becomes whole."""
+    unmark(tensor)
+    tensor.__dict__.pop("_cut", None)
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor without a gradient, also of a part: whoever asks knows what it is."""
+    with plainly():
+        return tensor.detach()
 
 
 # What is called
@@ -154,27 +223,37 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, args)
+    if func is torch.autograd.grad:
+        return _gradients(_run(func, args, kwargs), kwargs["inputs"] if "inputs" in kwargs else args[1])
     if name in _FREE or (name.startswith(("is_", "_is_")) and name not in _READS):
         return _run(func, args, kwargs)
     tensors = _tensors([args, *kwargs.values()])
     parts = [tensor for tensor in tensors if isinstance(tensor, CutParameter | CutValue)]
+    others = [tensor for tensor in tensors if not isinstance(tensor, CutParameter | CutValue)]
     cut = parts[0]._cut
+    if name in _MAKES:
+        made = _run(func, args, kwargs)
+        return mark(made, cut) if not cut.summed and made.size() == parts[0].size() else made
+    if name == "__format__" and not cut.summed:  # as str() shows it
+        return _run(func, args, kwargs)
     if name == "register_hook" and not cut.summed:
         return _run(func, (args[0], _seeing_a_part(args[1], cut)), kwargs)
-    learning = [tensor for tensor in tensors if not isinstance(tensor, CutParameter | CutValue) and _learns(tensor)]
+    learning = any(_learns(tensor) for tensor in others)
     if any(part._cut.summed for part in parts):
-        others = len(tensors) > len(parts)
-        return _of_sums(func, parts, args, kwargs, others=others, learning=bool(learning))
-    if cut.gradient and not _keeps_elements(name) and not _draws(name):
-        return _marked(_run(func, args, kwargs), replace(cut, summed=True, readable=True))
+        return _of_sums(func, parts, args, kwargs, learning=learning)
+    if name.startswith("_foreach_") and _keeps_elements(name) and not learning and _beside_their_own(args):
+        return _of_lists(_run(func, args, kwargs), args)
+    of_its_shape = any(other.ndim and other.size() == parts[0].size() for other in others)
+    if name in _COMPARES and of_its_shape and not any(map(_learns, tensors)):
+        return bare(result) if isinstance(result := _run(func, args, kwargs), CutValue) else result
     if name in _COUNTS:
         raise _counting(name, cut)
     if name == "sum" and len(args) == 1 and kwargs.keys() <= {"dtype"}:
-        return _value(_run(func, args, kwargs), replace(cut, summed=True))
+        return mark(_run(func, args, kwargs), replace(cut, summed=True))
+    if name == "__setitem__" and _fills_where(*args) and parts[-1]._cut.layout == cut.layout:
+        return _run(func, args, kwargs)
     if not _keeps_elements(name) or learning or any(part._cut.layout != cut.layout for part in parts):
         raise _unseen(name, cut)
-    if name.startswith("_f"):  # lists of tensors, each for itself
-        return _run(func, args, kwargs)
     result = _run(func, args, kwargs)
     if name not in _FORMS and any(part.size() != made.size() for part in parts for made in _tensors([result])):
         raise _unseen(name, cut)  # each element was put beside several others
@@ -184,11 +263,56 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
     owner, attribute = args[0], func.__self__.__name__
     if kind == "__set__":
+        if attribute == "data" and isinstance(owner, CutParameter | CutValue) and args[1].size() != owner.size():
+            raise RunError(
+                f"a tensor of shape {tuple(args[1].size())} is put in the place of this rank's part of "
+                f"{owner._cut.whole}, which has {tuple(owner.size())}.",
+                "Load whole tensors by model.load_state_dict(state), which cuts them.",
+            )
         return _run(func, (owner, _plain(args[1])), {})
     if attribute in _COUNTS:
         raise _counting(attribute, owner._cut)
     result = _run(func, args, {})
-    return _value(result, owner._cut) if attribute in _VIEWS and isinstance(owner, CutParameter | CutValue) else result
+    if not isinstance(owner, CutParameter | CutValue) or result is None:
+        return result
+    if attribute == "grad":  # the same object at every look, which torch's tools may know
+        return mark(result, owner._cut.of_gradient())
+    return mark(result, owner._cut) if attribute in _VIEWS else result
+
+
+def _gradients(results: tuple[Tensor | None, ...], inputs: Any) -> tuple[Tensor | None, ...]:
+    """Of `torch.autograd.grad`: parts where they are those of cut parameters."""
+    asked = [inputs] if isinstance(inputs, Tensor) else inputs
+    return tuple(
+        mark(result, owner._cut.of_gradient())
+        if result is not None and isinstance(owner, CutParameter | CutValue)
+        else result
+        for result, owner in zip(results, asked, strict=True)
+    )
+
+
+def _beside_their_own(args: Iterable[Any]) -> bool:
+    """Whether lists of tensors have, at each place, nothing but parts that are laid out alike."""
+    for beside in zip(*(arg for arg in args if isinstance(arg, list | tuple)), strict=False):
+        layouts = [part._cut.layout for part in beside if isinstance(part, CutParameter | CutValue)]
+        if any(layout != layouts[0] for layout in layouts):
+            return False
+    return True
+
+
+def _of_lists(results: Any, args: tuple[Any, ...]) -> Any:
+    """What a function of lists gave, or wrote to: parts where it got one at that place."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    for made, *beside in zip(lists[0] if results is None else results, *lists, strict=False):
+        part = next((tensor for tensor in beside if isinstance(tensor, CutParameter | CutValue)), None)
+        if part is not None:
+            mark(made, part._cut)
+    return results
+
+
+def _fills_where(_tensor: object, where: object, value: object) -> bool:
+    """Whether an item that is set is a number in all places of a mask."""
+    return isinstance(where, CutValue) and where.dtype == torch.bool and isinstance(value, int | float)
 
 
 def _of_sums(
@@ -197,10 +321,12 @@ def _of_sums(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    others: bool,
     learning: bool,
 ) -> Any:
-    """Functions of sums: the gradient is right where they are linear. `others`: whether other tensors are given too."""
+    """Functions of sums: the gradient is right where they are linear. `learning`: whether one of other tensors learns.
+
+    The number of a sum may be read once something that learns was added to it, as a loss does; not that of gradients.
+    """
     name, cut = func.__name__, parts[0]._cut
     readable = any(part._cut.readable for part in parts)
     if name in _READS and readable:
@@ -212,14 +338,15 @@ def _of_sums(
         or (name in _DIVIDES and alone and args[0] is parts[0])
     )
     if not linear or not all(part._cut.summed for part in parts):
-        if cut.gradient:
-            raise _of_gradient(cut)
-        raise RunError(
-            f"{name} of a sum over parameter {cut.name!r} would be that of this rank's share of the sum.",
+        way_out = (
             "Add such sums to the loss, multiplied by a number. Take other functions, and numbers to read, of whole "
-            "tensors, which model.state_dict() gives; or lay the network by a plan that does not cut this parameter.",
+            f"tensors, which model.state_dict() gives; or lay the network by a plan that does not cut this {cut.kind}."
         )
-    readable = readable or (others and name in _ADDS | _SUMS)
+        raise RunError(
+            f"{name} of a sum over {cut.whole} would be that of this rank's share of the sum.",
+            _norms_of_gradients(cut) if cut.is_gradient else way_out,
+        )
+    readable = readable or (learning and name in _ADDS | _SUMS and not cut.is_gradient)
     return _marked(_run(func, args, kwargs), replace(cut, summed=True, readable=readable))
 
 
@@ -231,11 +358,11 @@ def _learns(tensor: Tensor) -> bool:
 @cache
 def _keeps_elements(name: str) -> bool:
     """Whether a function is one of each element alone."""
-    if name in _FORMS or name in _FILLS:
+    if name in _FORMS or name in _FILLS or name in _FUSED:
         return True
-    if name.startswith(("_foreach_", "_fused_")):
-        return not any(name.startswith(f"_foreach_{whole}") for whole in ("norm", "max"))
-    return any(torch.Tag.pointwise in tags for tags in _tags(name))
+    if name.startswith("_foreach_"):
+        return _keeps_elements(name.removeprefix("_foreach_"))
+    return name not in _REDUCES and not _draws(name) and any(torch.Tag.pointwise in tags for tags in _tags(name))
 
 
 @cache
@@ -246,9 +373,11 @@ def _draws(name: str) -> bool:
 def _tags(name: str) -> Iterator[Iterable[torch.Tag]]:
     """What torch says of each operator of a name, as Python's operators have names: `__rsub__` is `rsub`."""
     word = name.strip("_") if name.startswith("__") else name
-    operator = getattr(torch.ops.aten, {"rdiv": "div", "rpow": "pow"}.get(word, word), None)
-    for overload in operator.overloads() if operator is not None else ():
-        yield getattr(operator, overload).tags
+    plain = word.removeprefix("i") if name.startswith("__") else word.removesuffix("_")
+    for called in {word, plain}:
+        operator = getattr(torch.ops.aten, _SAME_AS.get(called, called), None)
+        for overload in operator.overloads() if operator is not None else ():
+            yield getattr(operator, overload).tags
 
 
 # Parts and what they are of
@@ -272,20 +401,12 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _marked(result: Any, cut: Cut) -> Any:
     if isinstance(result, Tensor):
-        return _value(result, cut)
+        return mark(result, cut)
     return type(result)(_marked(one, cut) for one in result) if isinstance(result, list | tuple) else result
 
 
-def _value(tensor: Tensor, cut: Cut) -> Tensor:
-    if isinstance(tensor, CutParameter | CutValue) and tensor._cut == cut:
-        return tensor
-    with plainly():
-        made = tensor.as_subclass(CutValue)
-    made._cut = cut
-    return made
-
-
 def _plain(value: Any) -> Any:
+    """An ordinary tensor with the same memory and the same place in autograd's graph."""
     with plainly():
         return value.as_subclass(Tensor) if isinstance(value, CutValue) else value
 
@@ -294,10 +415,7 @@ def _seeing_a_part(hook: Callable[[Tensor], Tensor | None], cut: Cut) -> Callabl
     """A hook on a parameter, which gets the gradient of this rank's part."""
 
     def call(grad: Tensor) -> Tensor | None:
-        new = hook(_value(grad, replace(cut, gradient=True)))
-        if isinstance(new, CutValue) and new._cut.summed:
-            raise _of_gradient(cut)
-        result: Tensor | None = _plain(new)
+        result: Tensor | None = _plain(hook(mark(grad, cut.of_gradient())))
         return result
 
     return call
@@ -320,25 +438,27 @@ def _unseen(name: str, cut: Cut) -> RunError:
     called = _called(name)
     if _draws(name) or called.startswith("torch.nn.init."):
         return RunError(
-            f"{called} would fill this rank's part of parameter {cut.name!r} as if it were the whole, and draw the "
+            f"{called} would fill this rank's part of {cut.whole} as if it were the whole, and draw the "
             "same numbers for the parts of other ranks.",
             "Initialise before shoal.parallelize, or pass it a function that makes the network; later, make whole "
             "tensors that are the same on all ranks and call model.load_state_dict(state).",
         )
+    problem = f"{called} would see this rank's part of {cut.whole} alone, not the whole."
+    if cut.is_gradient:
+        return RunError(problem, f"Functions of each element may be used. {_norms_of_gradients(cut)}")
     return RunError(
-        f"{called} would see this rank's part of parameter {cut.name!r} alone, not the whole.",
+        problem,
         "Functions of each element, and sums of these over all elements (p.square().sum()) in a loss, may be used. "
         "Take others of whole tensors, which model.state_dict() gives, or lay the network by a plan that does not cut "
-        "this parameter; where this rank's part is meant, it is in model.shards().",
+        f"this {cut.kind}; where this rank's part is meant, it is in model.shards().",
     )
 
 
-def _of_gradient(cut: Cut) -> RunError:
-    return RunError(
-        f"a hook makes the gradient of parameter {cut.name!r} by more than functions of each element: it sees that of "
-        "this rank's part alone.",
-        "Change gradients element by element in hooks. Clip by torch.nn.utils.clip_grad_norm_, which knows all parts, "
-        "or lay the network by a plan that does not cut this parameter.",
+def _norms_of_gradients(cut: Cut) -> str:
+    return (
+        "Take norms, after backward and on all ranks, by torch.nn.utils.get_total_norm([p.grad]), or clip by "
+        "clip_grad_norm_: they know all parts. Where this rank's part is meant, it is "
+        f"model.shards()[{cut.name!r}].grad. Or lay the network by a plan that does not cut this parameter."
     )
 
 
@@ -346,7 +466,7 @@ def _counting(name: str, cut: Cut) -> RunError:
     if _called(name) != name:
         return _unseen(name, cut)
     return RunError(
-        f"{name} of parameter {cut.name!r} would be that of this rank's part of it.",
+        f"{name} of {cut.whole} would be that of this rank's part of it.",
         "Count before shoal.parallelize, or over model.shards(), which knows the whole shapes: "
         "sum(math.prod(shard.shape) for shard in model.shards().values()).",
     )

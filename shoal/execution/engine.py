@@ -317,6 +317,7 @@ class Engine:
             peers=here.peers,
             random=LayerRandom(self.seed, here.name, tape.step),
             local_statistics=self.local_statistics,
+            overwrites=record and here.overwrites,
         )
         reader = here.reader if record else None
         saved: list[Saved] = []

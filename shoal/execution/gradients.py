@@ -7,7 +7,8 @@ Order     buckets are filled in the order in which backward finishes parameters,
           all ranks start the same sums in the same order even where one of them had nothing to add.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -64,6 +65,7 @@ class GradientSums:
         sizes = [(name, ranks, str(shard.dtype), shard.nbytes) for name, (ranks, shard) in shards.items()]
         self._buckets = fill_buckets(sizes, bucket_bytes)
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._starts = {name: start for bucket in self._buckets for name, start in self._places(bucket)}
         self._buffers: dict[int, Tensor] = {}
         self._waiting: list[set[str]] = []
         self._works: list[Waitable] = []
@@ -91,7 +93,7 @@ class GradientSums:
             buffer = self._done[name] = grad.contiguous()
         else:
             buffer = self._buffer(index)
-            start = sum(self._shards[other][1].numel() for other in bucket.names[: bucket.names.index(name)])
+            start = self._starts[name]
             view = self._done[name] = buffer[start : start + grad.numel()].view(grad.shape)
             view.copy_(grad)
         self._waiting[index].remove(name)
@@ -106,6 +108,11 @@ class GradientSums:
             work.wait()
         done, self._done, self._works, self._before = self._done, {}, [], {}
         return done
+
+    def _places(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
+        """Where the gradients of a bucket begin in its buffer."""
+        sizes = [self._shards[name][1].numel() for name in bucket.names]
+        return zip(bucket.names, accumulate(sizes, initial=0), strict=False)
 
     def _buffer(self, index: int) -> Tensor:
         if index not in self._buffers:

@@ -36,6 +36,8 @@ class RankPart:
     """The one Fetch that moves its output, where what autograd saved of it can be replaced."""
     waits: bool
     """Whether backward sends its input's gradient before it computes its parameters'."""
+    overwrites: bool
+    """Whether it may write over the value that the link passes on, which nobody else reads."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,22 @@ def _parts(
             before=before.value if isinstance(before, Fetch) else "",
             goes_on=index in goes_on,
             reader=program.only_moved_to.get(name),
+            overwrites=link is not None and _may_overwrite(program, compute, link),
             # not within a chain: its other layers would be walked, and would send, twice
             waits=placed.rule.apart and link is None and learns and sends,
         )
     return parts
+
+
+def _may_overwrite(program: Program, compute: Compute, link: int) -> bool:
+    """Whether a layer can write its result over the value of its link, which nobody reads again, nor autograd.
+
+    Not where what autograd saved of the result is replaced (`RankPart.reader`).
+    """
+    before = program.instructions[program.links[link][0]]
+    assert isinstance(before, Compute)
+    rule, result = compute.placed.rule, compute.placed.layer.name
+    return rule.can_overwrite and before.placed.rule.fresh_output and result not in program.only_moved_to
 
 
 def _links_within(program: Program, pieces: Sequence[range]) -> tuple[dict[int, int], frozenset[int]]:

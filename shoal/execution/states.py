@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.building import Draft
 from shoal.errors import CheckpointError
-from shoal.execution.cut_parameters import Cut, forget, mark, plainly
+from shoal.execution.cut_parameters import Cut, bare, forget, mark, plainly
 from shoal.execution.given import Given
 from shoal.execution.transfer import begin_transfer
 from shoal.lowering.placement import sharers
@@ -36,6 +36,8 @@ class Shard:
     """Which part of the whole it is; None for a rank that holds nothing of it."""
     shape: tuple[int, ...]
     """Of the whole."""
+    grad: Tensor | None = None
+    """This rank's part of its gradient, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,18 @@ class ShardedStates:
         return nn.Parameter(shard, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shard
 
     def mark_cut(self) -> None:
-        """Let every parameter that is cut refuse what would see this rank's part of it alone."""
+        """Let every parameter and buffer that is cut refuse what would see this rank's part of it alone."""
         for name, tensor in self.tensors().items():
-            if isinstance(tensor, nn.Parameter) and self.is_cut(name):
-                mark(tensor, Cut(name, self.layouts[name]))
+            if self.is_cut(name):
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                mark(tensor, Cut(name, self.layouts[name], kind=kind))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._places[name].tensor()
 
     def bare(self, name: str) -> Tensor:
         """A shard's memory, as an ordinary tensor without a gradient."""
-        with plainly():
-            return self[name].detach()
+        return bare(self[name])
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -141,8 +143,13 @@ class ShardedStates:
         """Every tensor of this rank, with its place in the whole one."""
         with plainly():
             return {
-                name: Shard(self[name].detach(), self.layouts[name][self._rank], self.shapes[name])
-                for name in self._places
+                name: Shard(
+                    bare(tensor),
+                    self.layouts[name][self._rank],
+                    self.shapes[name],
+                    None if tensor.grad is None else bare(tensor.grad),
+                )
+                for name, tensor in self.tensors().items()
             }
 
     def tensors(self) -> dict[str, Tensor]:

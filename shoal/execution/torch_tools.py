@@ -15,7 +15,7 @@ Nothing is changed until the first network with cut parameters is made, and noth
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import RunError
-from shoal.execution.cut_parameters import mark_again, unmark
+from shoal.execution.cut_parameters import Cut, CutValue, mark, mark_again, plainly, unmark
 from shoal.execution.module import ParallelModule
 from shoal.execution.whole import grad_norm, norm_of
 
@@ -43,7 +43,7 @@ _known: list["weakref.ref[ParallelModule]"] = []
 """Networks with cut parameters, in the order in which they were made, which is that of all ranks."""
 _seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _unmarked: "weakref.WeakKeyDictionary[Optimizer, list[Tensor]]" = weakref.WeakKeyDictionary()
-"""Parameters that are ordinary ones while an optimizer steps."""
+"""Parameters, gradients and what is remembered of them, which are ordinary tensors while an optimizer steps."""
 
 
 def elementwise_optimizer(kind: AnyOptimizer) -> AnyOptimizer:
@@ -52,6 +52,7 @@ def elementwise_optimizer(kind: AnyOptimizer) -> AnyOptimizer:
     Also as a decorator. A class that does not, and is said to, trains another network than one device would.
     """
     _ELEMENTWISE.add(kind)
+    _mark_again_after_errors(kind)
     return kind
 
 
@@ -75,7 +76,8 @@ def _tell_once() -> None:
     )
     GradScaler._unscale_grads_ = _agreed_infinities(GradScaler._unscale_grads_)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    for kind in _ELEMENTWISE:
+        _mark_again_after_errors(kind)
     Optimizer.load_state_dict = _taking(Optimizer.load_state_dict)  # type: ignore[method-assign]
 
 
@@ -91,13 +93,21 @@ def _norm_of_shards(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         owners = {id(grad): (network, name) for network, name, grad in _gradients()}
+        for tensor in given:
+            if id(tensor) not in owners and (owner := _owner_of(tensor)) is not None:
+                owners[id(tensor)] = owner
+        if any(id(tensor) in owners for tensor in given) and not norm_type > 0:
+            raise RunError(
+                f"the norm of order {norm_type} of gradients that are laid over ranks is not known here.",
+                "Use a norm_type above 0.",
+            )
         if not any(id(tensor) in owners for tensor in given):
             return plain(given, norm_type, error_if_nonfinite, foreach)
         others = [tensor for tensor in given if id(tensor) not in owners]
         norms = [float(plain(others, norm_type, False, foreach))] if others else []
         for network in _in_order(owners[id(tensor)][0] for tensor in given if id(tensor) in owners):
             own = {owners[id(t)][1]: t for t in given if id(t) in owners and owners[id(t)][0] is network}
-            norms.append(grad_norm(network, {name: grad.detach() for name, grad in own.items()}, float(norm_type)))
+            norms.append(grad_norm(network, own, float(norm_type)))
         total = torch.tensor(norm_of(norms, float(norm_type)), dtype=given[0].dtype, device=given[0].device)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
@@ -111,8 +121,25 @@ def _norm_of_shards(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _gradients() -> Iterator[tuple[ParallelModule, str, Tensor]]:
     for network in _networks():
         for name, state in network._states.tensors().items():
-            if state.grad is not None:
-                yield network, name, state.grad
+            with plainly():
+                grad = state.grad
+            if grad is not None:
+                yield network, name, grad
+
+
+def _owner_of(tensor: Tensor) -> tuple[ParallelModule, str] | None:
+    """The network and parameter that a part belongs to which is not `.grad` itself, such as a copy of it."""
+    if not isinstance(tensor, CutValue) or tensor._cut.summed:
+        return None
+    cut = tensor._cut
+    return next(
+        (
+            (network, cut.name)
+            for network in _networks()
+            if network._states.layouts.get(cut.name) == cut.layout and network._states[cut.name].size() == tensor.size()
+        ),
+        None,
+    )
 
 
 def _in_order(networks: Iterable[ParallelModule]) -> list[ParallelModule]:
@@ -125,7 +152,8 @@ def _in_order(networks: Iterable[ParallelModule]) -> list[ParallelModule]:
 
 def _agreed_infinities(plain: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        infinities = plain(scaler, optimizer, *args, **kwargs)
+        with plainly():
+            infinities = plain(scaler, optimizer, *args, **kwargs)
         for network in _in_order(network for network, _, _ in _shards(optimizer)):
             mine = max((float(flag) for flag in infinities.values()), default=0.0)
             if any(row[0] for row in network._transport.gather_numbers([mine])):
@@ -150,7 +178,7 @@ def _shards(optimizer: Optimizer) -> list[tuple[ParallelModule, str, Tensor]]:
     ]
 
 
-def _before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if not _known:
         return
     cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
@@ -168,19 +196,73 @@ def _before_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str,
     if optimizer not in _seen:
         _seen.add(optimizer)
         optimizer.register_state_dict_post_hook(_whole_state)
+        optimizer.register_step_pre_hook(_unmark_for_step)
+        optimizer.register_step_post_hook(_mark_after_step)
     for network in _in_order(network for network, _, _ in cut):
         if not any(known() is optimizer for known in network._optimizers):
             network._optimizers.append(weakref.ref(optimizer))
     _take_shards(optimizer, cut)
-    if not any(closure is not None for closure in (*args[1:], *kwargs.values())):  # in which a script may do anything
-        for _, _, parameter in cut:
-            if unmark(parameter):
-                _unmarked.setdefault(optimizer, []).append(parameter)
+    # A script's own hooks see parts: the step alone, between the last hook before it and the first after it, does not.
+    before: Any = optimizer._optimizer_step_pre_hooks
+    before.move_to_end(next(key for key, hook in before.items() if hook is _unmark_for_step))
+    after: Any = optimizer._optimizer_step_post_hooks
+    after.move_to_end(next(key for key, hook in after.items() if hook is _mark_after_step), last=False)
 
 
-def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    for parameter in _unmarked.pop(optimizer, ()):
-        mark_again(parameter)
+def _unmark_for_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
+    _unmark_for(optimizer, cut)
+
+    def marked_again(argument: Any) -> Any:
+        """A closure, which is the script's own code, sees parts as it does outside of the step."""
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            _mark_after_step(optimizer)
+            result = argument()
+            _unmark_for(optimizer, cut)
+            return result
+
+        return closure
+
+    return (args[0], *map(marked_again, args[1:])), {name: marked_again(given) for name, given in kwargs.items()}
+
+
+def _unmark_for(optimizer: Optimizer, cut: Iterable[tuple[ParallelModule, str, Tensor]]) -> None:
+    """Make ordinary tensors of cut parameters, their gradients and what the optimizer remembers of them."""
+    for _, _, parameter in cut:
+        with plainly():
+            tensors = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        tensors += [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        _unmarked.setdefault(optimizer, []).extend(tensor for tensor in tensors if unmark(tensor))
+
+
+def _mark_after_step(optimizer: Optimizer, *_: object) -> None:
+    for tensor in _unmarked.pop(optimizer, ()):
+        mark_again(tensor)
+    for network, name, parameter in _shards(optimizer):
+        if network._states.is_cut(name):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.size() == parameter.size():
+                    mark(value, Cut(name, network._states.layouts[name], kind=f"the optimizer's {key} of parameter"))
+
+
+def _mark_again_after_errors(kind: type[Optimizer]) -> None:
+    """Let a step that fails, after which torch calls no hook, leave parts as it found them."""
+    step = kind.step
+
+    @wraps(step)
+    def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(optimizer, *args, **kwargs)
+        except BaseException:
+            _mark_after_step(optimizer)
+            raise
+
+    kind.step = wrapped  # type: ignore[assignment, method-assign]
 
 
 def _take_shards(optimizer: Optimizer, cut: Iterable[tuple[ParallelModule, str, Tensor]]) -> None:

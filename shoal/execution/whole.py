@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.execution.cut_parameters import bare, plainly
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.module import ParallelModule
 from shoal.transport import Transport
@@ -112,19 +113,20 @@ def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2
 
     A collective: each shard is counted once, wherever its copies are.
     """
-    grads = {name: state.grad for name, state in model._states.tensors().items() if state.grad is not None}
-    norm = grad_norm(model, grads, norm_type)
-    if norm > max_norm:
-        for grad in grads.values():
-            grad.mul_(max_norm / (norm + 1e-6))
+    with plainly():
+        grads = {name: state.grad for name, state in model._states.tensors().items() if state.grad is not None}
+        norm = grad_norm(model, grads, norm_type)
+        if norm > max_norm:
+            for grad in grads.values():
+                grad.mul_(max_norm / (norm + 1e-6))
     return torch.tensor(norm, device="cpu")
 
 
 def grad_norm(model: ParallelModule, grads: Mapping[str, Tensor], norm_type: float) -> float:
     """The norm of gradients, by parameter, over all their shards. A collective."""
     rank, transport = model._transport.rank, model._transport
-    owned = [grad for name, grad in grads.items() if model._states.ranks_of(name, rank)[0] == rank and grad.numel()]
-    norms = [float(torch.linalg.vector_norm(grad, norm_type).double()) for grad in owned]
+    owned = [bare(grad) for name, grad in grads.items() if model._states.ranks_of(name, rank)[0] == rank]
+    norms = [float(torch.linalg.vector_norm(grad, norm_type).double()) for grad in owned if grad.numel()]
     table = transport.gather_numbers([norm_of(norms, norm_type)])
     return norm_of([row[0] for row in table], norm_type)
 

@@ -14,6 +14,7 @@ docs/add_an_operator.md shows how.
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -74,6 +75,7 @@ class Need:
 Operator = torch._ops.OpOverload | FunctionOperator
 
 
+@cache
 def operator_named(name: str) -> Operator:
     """The torch operator, or the user's own function, that a layer names: `aten.conv2d.default`."""
     namespace, word, overload = name.split(".", 2)
@@ -172,6 +174,8 @@ class Call:
     random: Random
     local_statistics: bool = False
     """Batch norm as DDP has it: over this part's own samples."""
+    overwrites: bool = False
+    """Whether nobody else reads the first argument, so that the result may be written over it."""
 
     def torch(self, **changed: Any) -> Tensor:
         """The operator itself on the part's tensors, with some arguments changed."""
@@ -237,6 +241,10 @@ class Facts:
     """Whether its backward reads what it gave."""
     index_bytes = 0
     """Bytes per element of the output that it saves besides its tensors."""
+    fresh_output = False
+    """Whether what it gives is new memory that its backward does not read: the layer behind it may write over it."""
+    can_overwrite = False
+    """Whether it can write its result over its first argument, as `Call.overwrites` asks it to."""
     own_layout = False
     """Whether its kernel works on copies of its tensors in a layout of its own."""
     autocast: Literal["lower", "full"] | None = None

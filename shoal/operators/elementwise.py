@@ -36,10 +36,20 @@ class SavesOutput(Elementwise):
     saves_output = True
 
 
+class Relu(SavesOutput):
+    """relu."""
+
+    can_overwrite = True
+
+    def run(self, call: Call) -> Tensor:
+        x = call.tensors["self"]
+        return x.relu_() if call.overwrites and not x._is_view() else call.torch()
+
+
 class Add(Elementwise):
     """add: both inputs have the gradient of the sum."""
 
-    passes_gradient = True
+    passes_gradient = fresh_output = True
 
     def counts_up(self, others: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
         return others == (1,) and not named

@@ -32,7 +32,7 @@ class BatchNorm(Norm):
     two sums per channel backward. Local (as DDP): statistics of this sample share alone.
     """
 
-    follows = mixes_samples = True
+    follows = mixes_samples = fresh_output = True
     statistics = ("running_mean", "running_var")
 
     def needs(self, op: Op, part: Part) -> Mapping[str, Need]:

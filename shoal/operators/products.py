@@ -15,7 +15,7 @@ from shoal.partition import Box, Span, volume, whole
 class Linear(Rule):
     """linear. The last dim of the output may be cut (its own rows of the weight), and `k`: partial sums."""
 
-    apart = contracts = dense = saves_input = True
+    apart = contracts = dense = saves_input = fresh_output = True
     autocast = "lower"
 
     def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:

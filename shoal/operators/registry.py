@@ -18,7 +18,7 @@ _SAVE_INPUT = """
     hardsigmoid hardswish hardtanh leaky_relu lerp log log10 log1p log2 log_sigmoid maximum minimum mish mul
     nan_to_num pow relu6 remainder selu sgn silu sin sinc sinh softplus softshrink square threshold _prelu_kernel
 """
-_SAVE_OUTPUT = "exp exp2 expm1 reciprocal relu rsqrt sigmoid sqrt tan tanh"
+_SAVE_OUTPUT = "exp exp2 expm1 reciprocal rsqrt sigmoid sqrt tan tanh"
 
 _KNOWN: dict[str, Facts] = {
     # of every element alone
@@ -27,6 +27,7 @@ _KNOWN: dict[str, Facts] = {
     **{word: elementwise.SavesOutput() for word in _SAVE_OUTPUT.split()},
     **{word: elementwise.Copy() for word in ["clone", "contiguous", "empty_like", "ones_like", "zeros_like"]},
     **{word: elementwise.Cast() for word in ["to", "_to_copy"]},
+    "relu": elementwise.Relu(),
     "add": elementwise.Add(),
     "alias": elementwise.Alias(),
     "detach": elementwise.Detach(),

@@ -93,7 +93,7 @@ class Windowed(Rule):
 class ConvolutionFacts(Facts):
     """What all convolutions share."""
 
-    contracts = saves_input = own_layout = True
+    contracts = saves_input = fresh_output = own_layout = True
     autocast = "lower"
 
 

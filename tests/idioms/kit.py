@@ -154,6 +154,12 @@ def same_states(model: shoal.ParallelModule, reference: nn.Module) -> None:
         close(found[key], tensor)
 
 
+def ordinary(part: Tensor) -> Tensor:
+    """A copy of this rank's part of something, of which any number may be taken."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.detach().clone()
+
+
 def everyones(thing: Any) -> list[Any]:
     """What each rank has of it."""
     found: list[Any] = [None] * dist.get_world_size()
