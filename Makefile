@@ -5,6 +5,8 @@ PYTHON ?= python3
 # one is offered; on a CUDA machine choose your own:  make run TORCH="torch==2.13.0 --index-url ..."
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# How tests run: two at a time, which two cores and 8 GiB of memory bear.  make test AT_ONCE= runs one after another
+AT_ONCE ?= -n 2 --dist worksteal
 
 BIN := .venv/bin
 # A checkout may stand beside a folder of real data sets; the package itself knows no such path.
@@ -18,7 +20,7 @@ run: .venv/.run
 	$(BIN)/shoal train --workers auto $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -38,7 +38,10 @@ def _split_options(value: object) -> object:
 
 def _bytes(value: object) -> object:
     """`8GiB` is a number of bytes."""
-    return value if value is None else int(parse_quantity(value, "bytes"))
+    try:
+        return value if value is None else int(parse_quantity(value, "bytes"))
+    except ValueError:
+        raise ValueError("a number of bytes, alone or with a unit: 500000000, 500MB, 8GiB") from None
 
 
 def _count(value: object) -> object:
@@ -71,26 +74,39 @@ class Checked(BaseModel):
     described_as: ClassVar[str]
     """What these are settings of, for messages."""
 
+    def __init__(self, **values: Any) -> None:
+        """The first value that is wrong is a `ConfigError`."""
+        self._fill(values, source="")
+
     @classmethod
     def parse(cls, values: Mapping[str, Any], *, source: str = "") -> Self:
-        """Check raw values; the first that is wrong becomes a `ConfigError` that names it and `source`."""
+        """The same of raw values, from a file or the command line; `source` stands before the message."""
+        config = cls.__new__(cls)
+        config._fill(values, source)
+        return config
+
+    def tells(self, name: str) -> bool:
+        """Whether a setting was given, and not left to us."""
+        return name in self.model_fields_set
+
+    def _fill(self, values: Mapping[str, Any], source: str) -> None:
+        fields = type(self).model_fields
         for name in values:
-            if name not in cls.model_fields:
+            if name not in fields:
                 raise ConfigError(
-                    f"{source}{name!r} is not a setting of {cls.described_as}.",
-                    suggestion(name, cls.model_fields),
+                    f"{source}{name!r} is not a setting of {self.described_as}.", suggestion(name, fields)
                 )
         try:
-            return cls.model_validate(dict(values))
+            super().__init__(**values)
         except ValidationError as error:
-            raise _explain(error.errors()[0], cls.model_fields, source) from None
+            raise _explain(error.errors()[0], fields, source) from None
 
 
 class Settings(Checked):
     """What training and its check ask of a network and its plan."""
 
     model: str = "lenet5"
-    """A zoo name, or package.module:factory for your own network."""
+    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
     model_options: Options = Field(default_factory=dict)
     """Further keywords for the network's factory, such as width=16,depth=3."""
     data: str | None
@@ -182,10 +198,27 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
-        if "workers" not in self.model_fields_set:  # replicas alone say how many there are: one each
+        if self.exchange is not None and not self.tells("replicas"):  # between whom, if not between all workers?
+            self.__dict__["replicas"] = self.workers
+        if not self.tells("workers"):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
         return self
+
+    def on(self, workers: int) -> Self:
+        """The same settings on so many workers; what was not given is decided anew."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, "workers": workers})
+
+    def decided(self) -> list[str]:
+        """What was decided because it was not given, and people may have meant otherwise."""
+        options = self.exchange_settings()
+        usual = type(self).model_fields["batch"].default
+        told = []
+        if options is not None and self.replicas == 1:
+            told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
+        if not self.tells("batch") and self.batch != usual:
+            told.append(f"--batch {self.batch}, which {self.replicas} replicas can share equally, instead of {usual}.")
+        return told
 
     def _check_replicas(self) -> None:
         if self.workers % self.replicas:
@@ -217,6 +250,8 @@ class TrainConfig(Settings):
     def _check_batch(self, options: ExchangeOptions) -> None:
         options.check_replicas(self.replicas)
         parts = options.parts_of_batch(self.replicas)
+        if not self.tells("batch"):
+            self.__dict__["batch"] = max(1, round(self.batch / parts)) * parts
         if self.batch % parts:
             raise ConfigError(
                 f"batch = {self.batch} is not divided evenly by {parts} replicas.",
@@ -267,7 +302,7 @@ class NetworkConfig(Checked):
     """A network and the sizes for which it is planned."""
 
     model: str = "lenet5"
-    """A zoo name, or package.module:factory for your own network."""
+    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
     model_options: Options = Field(default_factory=dict)
     """Further keywords for the network's factory, such as width=16,depth=3."""
     input: Shape | None = None
@@ -339,7 +374,7 @@ class PricedConfig(NetworkConfig):
     described_as = "a plan to be shown"
 
     model: str = ""
-    """The network that the plan is for, to show times and bytes: a zoo name, or package.module:factory."""
+    """The network that the plan is for, to show times and bytes; as in `shoal train --model`."""
     cluster: str | None = None
     """Price it on a cluster, by preset or YAML file, from its data sheet."""
     timings: Path | None = None

@@ -13,6 +13,7 @@
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
         ├── PeerError                    another rank's trouble, which that rank itself tells better
+        │   ├── LostError                a replica is gone that the others cannot go on without
         │   ├── SilentError              another rank that does not answer: frozen, or busy with something else
         │   └── MessageError             another rank said something that has no meaning here
         └── StoppedError        exit 130 stopped by the user; a checkpoint was left
@@ -94,6 +95,10 @@ class DivergedError(RunError):
 
 class PeerError(RunError):
     """Another rank failed or is gone. Shown only where that rank itself said nothing."""
+
+
+class LostError(PeerError):
+    """A replica is gone that the others cannot go on without. Whoever started it may know why."""
 
 
 class SilentError(PeerError):

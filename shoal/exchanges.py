@@ -106,6 +106,11 @@ class ExchangeOptions(BaseModel):
         return 0
 
     @property
+    def drops(self) -> bool:
+        """Whether a step may be refused because it comes too late. Its batch is then trained on again."""
+        return False
+
+    @property
     def hands_in(self) -> bool:
         """Whether a replica has something that nobody else has: weights of its own, or what it has not sent yet.
 

@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,12 +48,19 @@ def printed(command: list[str]) -> list[float]:
     return [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step")]
 
 
-@pytest.mark.parametrize("path", IDIOMS, ids=lambda path: path.stem)
-def test_idioms_have_one_devices_losses_under_two_plans(path: Path) -> None:
+def one_plan_each() -> Iterator[Any]:
+    """Every script under two plans, one of them with --thorough only."""
+    for number, path in enumerate(IDIOMS):
+        for which, plan in enumerate(("spatial", "model")):
+            marks = [] if which == number % 2 else [pytest.mark.thorough]
+            yield pytest.param(path, plan, marks=marks, id=f"{path.stem}-{plan}")
+
+
+@pytest.mark.parametrize(("path", "plan"), [*one_plan_each()])
+def test_idioms_have_one_devices_losses(path: Path, plan: str) -> None:
     wanted = printed([sys.executable, str(path)])
     assert len(wanted) == 4
-    for plan in ("spatial", "model"):
-        assert losses(path, 2, plan) == pytest.approx(wanted, rel=1e-9), plan
+    assert losses(path, 2, plan) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.fixture(scope="module")

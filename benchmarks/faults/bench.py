@@ -52,6 +52,11 @@ class Mode:
     ranks: int = 1
     """Of each replica."""
 
+    @property
+    def kills(self) -> int:
+        """How many a run can have: all but the last replica, or the one that ends it."""
+        return self.replicas - 1 if self.survives else 1
+
 
 MODES: dict[str, Mode] = {
     "downpour direct": Mode("downpour", "servers=direct,shards=4"),
@@ -68,11 +73,17 @@ MODES: dict[str, Mode] = {
     "easgd": Mode("easgd"),
     "admm": Mode("admm", "shards=2"),
     "gossip": Mode("gossip"),
+    "gossip pair": Mode("gossip", "mode=pair"),
+    "gossip pair int8": Mode("gossip", "mode=pair,compress=int8"),
+    "gossip groups": Mode("gossip", replicas=2, ranks=2),
     "local": Mode("local", "shards=2"),
+    "local sign": Mode("local", "compress=sign"),
+    "local groups": Mode("local", replicas=2, ranks=2),
     "average once": Mode("local", "average=once"),
     "backup": Mode("backup", "backups=1,shards=2"),
     "sync": Mode("sync", "shards=2", survives=False),
     "allreduce": Mode("allreduce", survives=False),
+    "allreduce int8": Mode("allreduce", "compress=int8", survives=False),
 }
 NET = """
 from torch import nn
@@ -124,14 +135,17 @@ class Run:
         """Its folder of shared memory."""
 
     def begin(self) -> bool:
-        """Wait until all replicas train."""
+        """Wait until all replicas train: one that is stopped before it came would not be missed."""
+        everybody = list(range(self.mode.replicas))
+        if self.wait_until(lambda: self.active() == everybody, START_SECONDS) is None:
+            return False
         if self.wait_for_batches(5, START_SECONDS) is None:
             return False
         with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children()
-            self.family.update(children)
-            ranks = [child for child in children if "multiprocessing.spawn" in " ".join(child.cmdline())]
-            self.ranks = sorted(ranks, key=lambda child: (child.create_time(), child.pid))
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            self.family.update(family)
+            ranks = [child for child in family if child.name().startswith("shoal rank")]
+            self.ranks = sorted(ranks, key=lambda child: int(child.name().rpartition(" ")[2]))
         shared = json.loads((self.out / "meeting.json").read_text())["shared"]
         self.shared = None if shared is None else Path(shared)
         return len(self.ranks) == self.mode.replicas * self.mode.ranks
@@ -153,6 +167,10 @@ class Run:
         except FileNotFoundError:
             return []
         return [line for line in map(json.loads, whole.splitlines()) if line["event"] in events]
+
+    def active(self) -> list[int]:
+        """Replicas that take part, as of the last steps."""
+        return [replica for line in self.lines("steps")[-1:] for replica in line["active"]]
 
     def counted(self) -> int:
         """Batches so far."""
@@ -218,7 +236,7 @@ class Run:
 
 
 def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score, *, saving: bool) -> None:
-    """One run: all its stops, then one kill."""
+    """One run: all its stops, then its kills."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), MODES[mode], saving=saving)
         score.runs += 1
@@ -232,7 +250,7 @@ def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score,
                 if run.process.poll() is not None:
                     score.wrong.append(f"ended after a stop: {run.said()[-200:]}")
                     return
-            if kills:
+            for _ in range(kills):
                 _kill(run, draw, score)
         finally:
             score.wrong += run.end()
@@ -313,9 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kills, stops = (sum(getattr(score, kind) for score in scores.values()) for kind in ("kills", "stops"))
         if (kills >= args.kills and stops >= args.stops) or scores[mode].unbegun > 2:
             break
-        per_run = max(1, round(args.stops / max(args.kills, 1)))
-        saving = scores[mode].runs % 2 == 1
-        strike(mode, min(1, args.kills - kills), min(per_run, args.stops - stops), draw, scores[mode], saving=saving)
+        killed = min(MODES[mode].kills, args.kills - kills)
+        stopped = min(max(1, round(killed * args.stops / max(args.kills, 1))), args.stops - stops)
+        strike(mode, killed, stopped, draw, scores[mode], saving=scores[mode].runs % 2 == 1)
         number += 1
         print(f"\r{kills} kills and {stops} stops so far", end="", file=sys.stderr)
     print(f"\n{'mode':20} {'runs':>5} {'kills':>6} {'stops':>6} {'longest stall':>13}")

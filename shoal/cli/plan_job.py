@@ -31,7 +31,7 @@ from shoal.planning.resolve import resolve
 from shoal.planning.speeds import Speeds
 from shoal.planning.why import Alternative, explained
 from shoal.profiling.measured import Analytic, Measured
-from shoal.profiling.profile import Progress
+from shoal.profiling.profile import OnMeasured
 from shoal.timings import Timings
 from shoal.transport import Transport
 
@@ -70,7 +70,7 @@ def _published(model: str) -> tuple[int, ...]:
 
 def described(config: PlanConfig) -> tuple[Captured, Report]:
     """The best plan by a data sheet or by timings. No process is started."""
-    asked = config.workers if "workers" in config.model_fields_set else None
+    asked = config.workers if config.tells("workers") else None
     pins = parse_pins(config.pins)
     speeds = _speeds(config.cluster, config.timings, asked)
     captured = capture(config)
@@ -81,7 +81,7 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     return captured, _report(model, search.plan, search, config.memory, pins)
 
 
-def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
+def measured(config: PlanConfig, progress: OnMeasured) -> tuple[Captured, Report]:
     """The best plan on this machine. Starts `workers` ranks, or joins the world that the environment describes."""
     pins = parse_pins(config.pins)
     captured = capture(config)
@@ -91,16 +91,16 @@ def measured(config: PlanConfig, progress: Progress) -> tuple[Captured, Report]:
     return captured, _on_ranks(_choose, config, progress)
 
 
-def profiled(config: ProfileConfig, progress: Progress) -> Timings:
+def profiled(config: ProfileConfig, progress: OnMeasured) -> Timings:
     """Timings of all that a search over this network asks for, on ranks as `measured` has them."""
     capture(config)
     return _on_ranks(_profile, config, progress)
 
 
-def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: Progress) -> Result:
+def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: OnMeasured) -> Result:
     world = surrounding()
     if world is not None and world.size > 1:
-        asked = config.workers if "workers" in config.model_fields_set else None
+        asked = config.workers if config.tells("workers") else None
         world.workers(asked)
         with joined(world, timeout=config.timeout):
             torch.set_num_threads(threads_each(config.threads, world.local_size or world.size))
@@ -110,7 +110,7 @@ def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: 
     return of_ranks[0]
 
 
-def _choose(config: PlanConfig, progress: Progress) -> Report:
+def _choose(config: PlanConfig, progress: OnMeasured) -> Report:
     """On a rank. A collective."""
     captured, transport, pins = capture(config), Transport(), parse_pins(config.pins)
     tell = progress if transport.rank == 0 else _silent
@@ -129,7 +129,7 @@ def _choose(config: PlanConfig, progress: Progress) -> Report:
     return told
 
 
-def _profile(config: ProfileConfig, progress: Progress) -> Timings:
+def _profile(config: ProfileConfig, progress: OnMeasured) -> Timings:
     """On a rank. A collective."""
     captured, transport = capture(config), Transport()
     tell = progress if transport.rank == 0 else _silent

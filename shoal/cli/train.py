@@ -8,6 +8,7 @@ import click
 from shoal.cli.options import options_of
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import ConfigError
+from shoal.launching import load_ahead, surrounding
 
 
 @click.command()
@@ -45,6 +46,8 @@ def train(
         click.echo(config.to_yaml(), nl=False)
         return
     # torch loads here and not before: a wrong option is answered at once
+    if config.workers > 1 and surrounding() is None:
+        load_ahead(config.workers, config.threads)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 

@@ -7,16 +7,16 @@ the rest is imported on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shoal.data.catalog import Place, default_name, forms, names, where
+from shoal.data.catalog import CatalogEntry, default_name, forms, names, where
 from shoal.data.search import search_folders
 
 if TYPE_CHECKING:
     from shoal.data.augment import Augment, parse_augment
+    from shoal.data.batch_part import BatchPart
     from shoal.data.dataset import ArrayData, DataSet, Splits, Task
     from shoal.data.loader import Loader, first_indices, sequential_batches
     from shoal.data.loading import load
     from shoal.data.order import BatchOrder, Position
-    from shoal.data.part import Part
 
 __all__ = [
     "load",
@@ -25,7 +25,7 @@ __all__ = [
     "where",
     "search_folders",
     "default_name",
-    "Place",
+    "CatalogEntry",
     "Splits",
     "DataSet",
     "ArrayData",
@@ -35,7 +35,7 @@ __all__ = [
     "Loader",
     "sequential_batches",
     "first_indices",
-    "Part",
+    "BatchPart",
     "Augment",
     "parse_augment",
 ]
@@ -51,7 +51,7 @@ _HOME = {
     "Loader": "loader",
     "sequential_batches": "loader",
     "first_indices": "loader",
-    "Part": "part",
+    "BatchPart": "batch_part",
     "Augment": "augment",
     "parse_augment": "augment",
 }

@@ -10,7 +10,7 @@ from shoal.errors import DataError, suggestion
 
 
 @dataclass(frozen=True)
-class Place:
+class CatalogEntry:
     """A named data set on this machine, for people."""
 
     name: str
@@ -37,9 +37,9 @@ class Known:
         """The folder that holds its files, if any."""
         return find(self.files, inside=self.inside)
 
-    def place(self) -> Place:
+    def place(self) -> CatalogEntry:
         """What `where` tells of it."""
-        return Place(self.name, self.about, _text(self.find()), self.remedy)
+        return CatalogEntry(self.name, self.about, _text(self.find()), self.remedy)
 
     def locate(self) -> Path:
         """The folder that holds its files; `DataError` names the folders searched and the remedy."""
@@ -114,10 +114,10 @@ def default_name() -> str:
     return FASHION_MNIST.name if FASHION_MNIST.find() else "digits"
 
 
-def where(name: str | None = None) -> tuple[Place, ...]:
+def where(name: str | None = None) -> tuple[CatalogEntry, ...]:
     """Where each named data set lies, or only `name`. Takes no more than a few file system calls."""
-    looks: dict[str, Callable[[], Place]] = {known.name: known.place for known in IN_FOLDERS}
-    looks["digits"] = lambda: Place("digits", DIGITS_ABOUT, _text(digits_file()), DIGITS_REMEDY)
+    looks: dict[str, Callable[[], CatalogEntry]] = {known.name: known.place for known in IN_FOLDERS}
+    looks["digits"] = lambda: CatalogEntry("digits", DIGITS_ABOUT, _text(digits_file()), DIGITS_REMEDY)
     if name is None:
         return tuple(look() for look in looks.values())
     if name not in looks:

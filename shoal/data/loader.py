@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.augment import Augment
+from shoal.data.batch_part import Batch, BatchPart
 from shoal.data.dataset import DataSet
 from shoal.data.order import BatchOrder
-from shoal.data.part import Batch, Part
 
 AHEAD = 2
 
@@ -30,7 +30,7 @@ class Loader:
     """
 
     def __init__(
-        self, data: DataSet, order: BatchOrder, augment: Augment | None = None, part: Part | None = None
+        self, data: DataSet, order: BatchOrder, augment: Augment | None = None, part: BatchPart | None = None
     ) -> None:
         if len(data) != order.samples:
             raise ValueError(f"the order is for {order.samples} samples, but the data set has {len(data)}")
@@ -59,7 +59,7 @@ class Loader:
 
 
 def sequential_batches(
-    data: DataSet, batch: int, part: Callable[[int], Part] | None = None
+    data: DataSet, batch: int, part: Callable[[int], BatchPart] | None = None
 ) -> Generator[Batch, None, None]:
     """Every sample once, in order, for evaluation. The last batch may be smaller.
 

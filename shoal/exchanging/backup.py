@@ -43,6 +43,11 @@ class Options(Kind):
     shards: int = Field(default=1, gt=0)
     """Servers, each of which holds a part of the weights; large tensors are split."""
 
+    @property
+    def drops(self) -> bool:
+        """Those of the backups."""
+        return self.backups > 0
+
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
         """Processes: replicas wait there for each other."""
         return Holding("processes", self.shards)

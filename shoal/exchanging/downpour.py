@@ -196,6 +196,9 @@ class Downpour(Exchange):
         super().__init__(replica)
         self._slices = [slices for slices, _ in shards]
         self._shards = [shard for _, shard in shards]
+        order = {name: (number, size) for number, (name, size) in enumerate(replica.sizes.items())}
+        self._pieces = [[(*order[piece.name], piece.start, piece.stop) for piece in slices] for slices in self._slices]
+        """For each shard, of each of its slices: which tensor, how large that is, from where and to where."""
         self._own_parts = self._cut(replica.weights)
         self._mark_parts: list[list[Tensor]] = []
         """The same parts of `_mark`."""
@@ -524,7 +527,7 @@ class Downpour(Exchange):
         at_least: int = 0,
     ) -> list[Outcome]:
         """What became of a push, at each shard; those that `decided` already are not pushed to again."""
-        fetched = [None] * len(self._shards) if into is None else self._cut(into)
+        fetched = [None] * len(self._shards) if into is None else self._cut_into(into)
         pushed = None if values is None else self._cut(values)
         outcomes = dict(decided)
         asks: list[Ask] = []
@@ -612,9 +615,20 @@ class Downpour(Exchange):
         return applied
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What each shard holds of these tensors, as views."""
-        by_name = dict(zip(self.replica.names, tensors, strict=True))
-        return [[by_name[piece.name][piece.start : piece.stop] for piece in slices] for slices in self._slices]
+        """What each shard holds of these tensors, as views; of a tensor that it holds whole, that tensor."""
+        return [
+            [
+                tensors[number] if stop - start == size else tensors[number][start:stop]
+                for number, size, start, stop in pieces
+            ]
+            for pieces in self._pieces
+        ]
+
+    def _cut_into(self, into: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The same of where weights are fetched to, mostly the same tensors again and again."""
+        if into is self.replica.weights:
+            return self._own_parts
+        return self._mark_parts if into is self._mark else self._cut(into)
 
 
 def _answer(shard: ShardClient, into: Sequence[Tensor] | None) -> Outcome:

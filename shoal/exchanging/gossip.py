@@ -19,7 +19,7 @@ Failure     a replica that dies or freezes is missed by nobody. What was on its 
 
 Compressed, a push sends q, which is nearly the weights x, and keeps x + (x - q): with half of the share each, nothing
 is lost. So what is left out must be small beside the weights, and topk and sign are for pairs alone, where what is
-compressed is the difference from what both know (`compression/meeting.py`).
+compressed is the difference from what both know (`compression/swaps.py`).
 """
 
 import random
@@ -36,9 +36,9 @@ from torch import Tensor
 from shoal.errors import ConfigError, PeerError
 from shoal.exchanging.base import OwnWeights, distance
 from shoal.exchanging.compression.codecs import Codec
-from shoal.exchanging.compression.meeting import Meetings, Refusal, Said
 from shoal.exchanging.compression.options import Compressing
 from shoal.exchanging.compression.packing import Packer
+from shoal.exchanging.compression.swaps import Refusal, Said, Swaps
 from shoal.exchanging.membership.peers import Peers
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
@@ -132,8 +132,8 @@ class Gossip(OwnWeights):
         if codec is not None:
             self._packer = Packer(codec, [w.numel() for w in replica.weights], [w.dtype for w in replica.weights])
         self._meeting = threading.Lock()
-        """Guards `_meetings`. Taken before `_mixing`, where both are."""
-        self._meetings: dict[int, Meetings] = {}
+        """Guards `_swaps`. Taken before `_mixing`, where both are."""
+        self._swaps: dict[int, Swaps] = {}
         """With compressed pairs: what was said with each other replica."""
         self._outbox = _Outbox(self._deliver_in_pair if pairs and codec is not None else self._deliver)
         self._traffic = (0, 0)
@@ -238,7 +238,7 @@ class Gossip(OwnWeights):
     def _deliver_in_pair(self, peer: int) -> None:
         """In the outbox's thread: meet a peer by compressed messages."""
         with self._meeting:
-            meetings = self._meetings_with(peer)
+            meetings = self._swaps_with(peer)
             said = meetings.ask(self._flats_now())
         try:
             reply = self._peers.ask(peer, _head_of(said), said.buffers)
@@ -251,11 +251,11 @@ class Gossip(OwnWeights):
             with self._meeting:
                 meetings.lose()
 
-    def _meetings_with(self, peer: int) -> Meetings:
+    def _swaps_with(self, peer: int) -> Swaps:
         assert self._packer is not None
-        if peer not in self._meetings:
-            self._meetings[peer] = Meetings(self._packer, self._peers.replica, peer)
-        return self._meetings[peer]
+        if peer not in self._swaps:
+            self._swaps[peer] = Swaps(self._packer, self._peers.replica, peer)
+        return self._swaps[peer]
 
     def _flats_now(self) -> list[Tensor]:
         """A copy of the weights with what arrived mixed in."""
@@ -444,7 +444,7 @@ class Gossip(OwnWeights):
         link.receive_into(buffers)
         with self._meeting:
             try:
-                answer, change = self._meetings_with(peer).answer(_said(head, buffers), self._flats_now())
+                answer, change = self._swaps_with(peer).answer(_said(head, buffers), self._flats_now())
             except ValueError as error:
                 raise fields.refused(f"compressed weights cannot be read: {error}.") from error
             self._put_change_in_inbox(change)

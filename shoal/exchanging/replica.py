@@ -56,8 +56,8 @@ class Replica:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.stride() != parameter.stride():  # elements must be in the same order on all replicas
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            gradients.append(flat(parameter.grad))
+                parameter.grad = torch.empty_like(bare(parameter)).copy_(bare(parameter.grad))
+            gradients.append(flat(bare(parameter.grad)))
         return gradients
 
     def tell_weights(self) -> None:
@@ -68,7 +68,7 @@ class Replica:
     def tell_gradients(self) -> None:
         """Give the gradients that this rank changed to the replica's other ranks. All ranks of the replica call it."""
         if self._tell is not None:
-            self._tell({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+            self._tell({name: bare(p.grad) for name, p in self.parameters.items() if p.grad is not None})
 
     def mark(self) -> str:
         """A digest of this rank's weights: the same only for the same bits. Cost: one pass over them."""
@@ -87,8 +87,8 @@ class Replica:
             parameter = self.parameters[name]
             state = self.optimizer.state[parameter]
             if state.get(what) is None:
-                state[what] = torch.zeros_like(parameter, requires_grad=False)
-            remembered.append(flat(state[what]))
+                state[what] = torch.zeros_like(bare(parameter))
+            remembered.append(flat(bare(state[what])))
         return remembered
 
     def state(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class Replica:
     def optimizer_state(self) -> dict[str, Tensor]:
         """What the optimizer of this rank remembers of each weight, by what it is and the weight's name."""
         return {
-            f"{what}/{name}": value
+            f"{what}/{name}": bare(value)
             for name, parameter in self.parameters.items()
             for what, value in self.optimizer.state[parameter].items()
             if isinstance(value, Tensor)
@@ -160,10 +160,10 @@ _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "lr_decay": 0, "
 """Settings of SGD and Adagrad that servers cannot change, and the values that they have there."""
 
 
-def bare(parameter: Tensor) -> Tensor:
-    """A parameter's memory as an ordinary tensor, also where it is a part and refuses what sees it as a whole."""
+def bare(tensor: Tensor) -> Tensor:
+    """A tensor's memory as an ordinary one, also where it is a part and refuses what sees it as a whole."""
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.detach()
+        return tensor.detach()
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured
-from shoal.profiling.profile import Progress, profile
+from shoal.profiling.profile import OnMeasured, profile
 from shoal.timings import Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -118,7 +118,7 @@ def measured_speeds(
     transport: Transport,
     *,
     pins: Mapping[str, Cut] | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnMeasured = lambda *_: None,
     fresh: bool = False,
 ) -> Timings:
     """Timings of everything that a search over this network asks for; from the cache as far as it has them."""
@@ -180,7 +180,7 @@ def choose_plan(
     racing: bool = True,
     fresh: bool = False,
     optimizer_slots: int = 1,
-    progress: Progress = lambda *_: None,
+    progress: OnMeasured = lambda *_: None,
 ) -> Chosen:
     """The plan to train this network with on these ranks. A collective; minutes the first time.
 

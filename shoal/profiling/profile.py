@@ -22,7 +22,7 @@ from shoal.profiling.links import here, measure_levels
 from shoal.timings import Timings
 from shoal.transport import Transport
 
-Progress = Callable[[int, int, str], None]
+OnMeasured = Callable[[int, int, str], None]
 """Told (done, of how many, what is next)."""
 
 
@@ -53,7 +53,7 @@ def profile(
     *,
     dtype: torch.dtype = torch.float32,
     known: Timings | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnMeasured = lambda *_: None,
 ) -> Timings:
     """Timings for a search over these stages, all ranks at work at once as in training.
 
@@ -84,7 +84,7 @@ def profile(
     return timings.with_kernels({key: (means[2 * i], means[2 * i + 1]) for i, key in enumerate(measured)})
 
 
-def measure_machine(transport: Transport, device: torch.device, progress: Progress = lambda *_: None) -> Timings:
+def measure_machine(transport: Transport, device: torch.device, progress: OnMeasured = lambda *_: None) -> Timings:
     """Everything but kernels: links, overheads, the optimizer, copies. Some seconds."""
     progress(0, 1, "links")
     levels = measure_levels(transport, device)

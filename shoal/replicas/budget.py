@@ -62,8 +62,9 @@ class SharedBudget:
         self.total, self.warm = total, warm
         self.repeated = 0
         self._next = start
-        self._again = deque(again)
-        self.counted = start - len(self._again)
+        left = list(again)
+        self.counted = start - len(left)
+        self._again = deque(number for number in left if number < total)  # a resumed run may have fewer epochs
         self._taken: dict[int, int] = {}
         self._warming: int | None = None
 

@@ -17,9 +17,10 @@ from shoal.config import TrainConfig
 from shoal.errors import MessageError, RunError, ShoalError
 from shoal.exchanges import ExchangeOptions, Holding
 from shoal.exchanging import Event, Meeting, MeetingPlace, Member
-from shoal.replicas.conductor import Conductor, Place
+from shoal.replicas.conductor import Conductor, Whereabouts
 from shoal.replicas.effects import (
     Effect,
+    EndServers,
     ForFiles,
     HowFar,
     Log,
@@ -31,7 +32,7 @@ from shoal.replicas.effects import (
     WriteCheckpoint,
     WriteOwn,
 )
-from shoal.replicas.orders import NextBatch, Noted, Stop, order_head, read_question
+from shoal.replicas.orders import NextBatches, Noted, Stop, order_head, read_question
 from shoal.replicas.recorder import Recorder
 from shoal.result import RunResult
 from shoal.training.listener import About, Listener
@@ -60,8 +61,8 @@ class Conducting:
         own: int | None = None,
     ) -> None:
         self._recorder, self._listener = recorder, listener
-        place = Place(folder, *held, own=own)
-        self._conductor = Conductor(config, options, about, place, past, now=time.monotonic())
+        whereabouts = Whereabouts(folder, *held, own=own)
+        self._conductor = Conductor(config, options, about, whereabouts, past, now=time.monotonic())
         self._place = MeetingPlace(
             options,
             config.replicas,
@@ -160,7 +161,7 @@ class Conducting:
             return order_head(Noted()), []
         with self._failing():
             self._write(for_files, frame.buffers)
-        failed = self.error is not None and isinstance(question, NextBatch)
+        failed = self.error is not None and isinstance(question, NextBatches)
         return order_head(Stop() if failed else order), []
 
     def _write(self, effects: Sequence[ForFiles], buffers: Sequence[Tensor]) -> None:
@@ -233,6 +234,8 @@ class Conducting:
                         self._coordinator.rest(effect.replica, resting=effect.resting)
                     case Suspect():
                         self._coordinator.suspect(effect.replica, hangs=effect.hangs)
+                    case EndServers():
+                        self._coordinator.end_servers()
                     case _:
                         later.append(effect)
         except Exception as error:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.config import TrainConfig
-from shoal.errors import DivergedError, MessageError, PeerError, RunError, ShoalError, StoppedError
+from shoal.errors import DivergedError, LostError, MessageError, PeerError, RunError, ShoalError, StoppedError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.budget import Budget, LockstepBudget, SharedBudget
 from shoal.replicas.effects import (
     Effect,
+    EndServers,
     HowFar,
     Log,
     Mark,
@@ -32,13 +33,14 @@ from shoal.replicas.effects import (
 )
 from shoal.replicas.journal import Journal
 from shoal.replicas.orders import (
+    Batch,
     HandedIn,
     HandIn,
     HasTested,
     Leave,
     Leaving,
     MakeTest,
-    NextBatch,
+    NextBatches,
     Noted,
     Order,
     PlanChosen,
@@ -47,7 +49,7 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
-    TrainBatch,
+    Train,
     Wait,
 )
 from shoal.replicas.testing import STOPPING, OwnStates, TestsDue, UnderWay
@@ -65,7 +67,7 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class Whereabouts:
     """Where the run is, as far as decisions and messages depend on it."""
 
     folder: str
@@ -85,12 +87,12 @@ class Conductor:
         config: TrainConfig,
         options: ExchangeOptions,
         about: About,
-        place: Place,
+        whereabouts: Whereabouts,
         past: HowFar | None = None,
         *,
         now: float = 0.0,
     ) -> None:
-        self._config, self._options, self._about, self._place = config, options, about, place
+        self._config, self._options, self._about, self._whereabouts = config, options, about, whereabouts
         self._past = past or HowFar()
         self._journal = Journal(config, options, about, self._past, now)
         self._total = self._journal.total
@@ -144,7 +146,7 @@ class Conductor:
         if self._stopped:
             return StoppedError(
                 f"stopped after {self.counted} of {self._total} batches. All files are whole.",
-                f"Go on with: shoal train --resume {self._place.folder}"
+                f"Go on with: shoal train --resume {self._whereabouts.folder}"
                 if self._can_resume
                 else "There is no checkpoint yet: start it again.",
             )
@@ -160,12 +162,12 @@ class Conductor:
         self._check(replica, question, parts)
         if self._watch.hear(replica, now):
             self._effects.append(Suspect(replica, hangs=False))
-        if isinstance(question, NextBatch | Settling | Leaving) and question.done is not None:
+        if isinstance(question, NextBatches | Settling | Leaving) and question.done is not None:
             self._note(replica, question.done, now)
         order: Order = Noted()
         match question:
-            case NextBatch():
-                order = self._next(replica, now, stop=question.stop)
+            case NextBatches():
+                order = self._next(replica, now, question)
             case Settling():
                 self._settle(replica, now)
             case HasTested():
@@ -180,7 +182,7 @@ class Conductor:
         return Decision(order, self._take_effects())
 
     def _check(self, replica: int, question: Question, parts: int) -> None:
-        done = question.done if isinstance(question, NextBatch | Settling | Leaving) else None
+        done = question.done if isinstance(question, NextBatches | Settling | Leaving) else None
         if done is not None and any(step.number >= self._total for step in done.steps):
             raise self._nonsense(replica, f"reports a batch beyond the {self._total} of this run")
         test = self._tests.of(replica, question) if isinstance(question, HasTested) else None
@@ -198,10 +200,10 @@ class Conductor:
         effects, self._effects = self._effects, []
         return effects
 
-    def _next(self, replica: int, now: float, *, stop: bool) -> Order:
+    def _next(self, replica: int, now: float, question: NextBatches) -> Order:
         if self._options.same_batch and replica >= self._config.replicas:
             return Stop()  # every batch is shared by those that the run began with
-        if stop and not self.over and self._stop_at is None:
+        if question.stop and not self.over and self._stop_at is None:
             if self._may_leave(replica):
                 return self._leave(replica)
             self._ask_to_stop()
@@ -222,7 +224,9 @@ class Conductor:
             return self._wait(replica)
         if self._in_step and self._at_barrier(replica):
             return self._wait(replica)
-        return self._order_batch(replica, now)
+        # One at a time while a test is due or under way: what is done meanwhile is in the weights that are tested.
+        wants = question.wants if due is None and self._tests.under_way is None else 1
+        return self._order_batches(replica, now, wants)
 
     def _wait(self, replica: int) -> Order:
         """It gets nothing now. An update waits for one that has yet to push as much as for one that still trains."""
@@ -231,9 +235,9 @@ class Conductor:
 
     def _may_leave(self, replica: int) -> bool:
         """Whether the others can go on without a replica that was asked to stop; if not, the run stops."""
-        holds_weights = self._place.weights == "threads" and replica < self._place.servers
+        holds_weights = self._whereabouts.weights == "threads" and replica < self._whereabouts.servers
         others = self._watch.active - {replica} - self._leaving
-        return self._options.survives and replica != self._place.own and not holds_weights and bool(others)
+        return self._options.survives and replica != self._whereabouts.own and not holds_weights and bool(others)
 
     def _leave(self, replica: int) -> Order:
         self._leaving.add(replica)
@@ -244,14 +248,27 @@ class Conductor:
         """Where a step waits for certain replicas, it waits for the one that tests."""
         return self._tests.begin(replica, order)
 
-    def _order_batch(self, replica: int, now: float) -> Order:
-        number = self._budget.take(replica)
-        if number is None:
+    def _order_batches(self, replica: int, now: float, wants: int = 1) -> Order:
+        batches: list[Batch] = []
+        for _ in range(self._at_once(replica, wants)):
+            number = self._budget.take(replica)
+            if number is None:
+                break
+            epoch, step = divmod(number, self._about.steps_per_epoch)
+            batches.append(Batch(number, epoch, step, self._journal.rate(number)))
+            if self._tests.is_due_at(self._budget.handed(replica)):
+                break
+        if not batches:
             return self._wait(replica)
         self._effects.append(Rest(replica, resting=False))
         self._journal.begin_step(now)
-        epoch, step = divmod(number, self._about.steps_per_epoch)
-        return TrainBatch(number, epoch, step, self._journal.rate(number))
+        self._watch.order(replica, len(batches))
+        return Train(tuple(batches))
+
+    def _at_once(self, replica: int, wants: int) -> int:
+        """As many as it wants; towards the end of the run fewer, so that nobody is left with many while others rest."""
+        left = self._total - self._budget.handed(replica)
+        return max(1, min(wants, left // (2 * max(1, len(self._watch.active)))))
 
     @property
     def _in_step(self) -> bool:
@@ -267,7 +284,7 @@ class Conductor:
         """Replicas that share batches are first brought to the same batch; then one saves, and all leave."""
         assert self._stop_at is not None
         if self._options.same_batch and self._budget.handed(replica) < self._stop_at:
-            return self._order_batch(replica, now)
+            return self._order_batches(replica, now)
         wait = self._wait(replica)
         if self._options.same_batch and self.counted < self._stop_at:
             return wait
@@ -372,7 +389,7 @@ class Conductor:
         self._effects.append(WriteCheckpoint(replica, replace(settled, tested=self._tests.tested_by(test)), own))
         if order.last:
             assert evaluation is not None
-            measured = self._journal.measured(self.counted, self._budget.repeated, self._place.weights, now)
+            measured = self._journal.measured(self.counted, self._budget.repeated, self._whereabouts.weights, now)
             self._effects.append(WriteResult(evaluation, measured))
 
     def written(self) -> list[Effect]:
@@ -407,7 +424,7 @@ class Conductor:
 
     def process_ended(self, replica: int, why: str) -> list[Effect]:
         """A process of a replica ended. That the replica is lost comes as an event of its own, if it had joined."""
-        if self._place.weights == "threads" and replica < self._place.servers:
+        if self._whereabouts.weights == "threads" and replica < self._whereabouts.servers:
             self._lose_server(replica)  # others may be waiting for it
         return [Log({"event": "ended", "replica": replica, "why": why})]
 
@@ -421,8 +438,10 @@ class Conductor:
             self._watch.happened(kind, who, now)
             if kind in ("lost", "frozen", "left"):
                 self._take_back(who)
+            if kind == "lost" and not self._options.survives:
+                self._lose_needed(who)
             # Threads of a replica hold a part of the weights; they go on where it merely hangs.
-            holds_weights = self._place.weights == "threads" and who < self._place.servers
+            holds_weights = self._whereabouts.weights == "threads" and who < self._whereabouts.servers
             of_server = holds_weights and kind in ("lost", "frozen", "back") and not suspected
         if of_server and kind == "lost":
             self._lose_server(who)
@@ -436,6 +455,13 @@ class Conductor:
         self._budget.lose(replica)
         self._leaving.discard(replica)
         self._tests.lose(replica)
+
+    def _lose_needed(self, replica: int) -> None:
+        """A replica is lost that every step of the others waits for."""
+        if not self.over:
+            name = self._options.name
+            self._fail(LostError(f"replica {replica} was lost, and {name} cannot go on without it.", self._go_on()))
+            self._effects.append(EndServers())
 
     def server_ended(self, number: int) -> list[Effect]:
         """A server's process ended."""
@@ -486,12 +512,13 @@ class Conductor:
     def _go_on(self) -> str:
         if not self._can_resume:
             return "There is no checkpoint yet: start it again."
-        return f"Go on from the last checkpoint with: shoal train --resume {self._place.folder}"
+        return f"Go on from the last checkpoint with: shoal train --resume {self._whereabouts.folder}"
 
     def fail(self, error: ShoalError) -> None:
         """Something went wrong outside the conductor, and the run cannot go on."""
         self._fail(error)
 
     def _fail(self, error: ShoalError) -> None:
-        if self.error is None:
+        """The first error counts; but one that a replica was lost says less than any that is this process's own."""
+        if self.error is None or (isinstance(self.error, LostError) and not isinstance(error, PeerError)):
             self.error = error

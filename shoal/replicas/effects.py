@@ -51,6 +51,11 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class EndServers:
+    """Nobody can go on: replicas that wait for a server must not do so any longer."""
+
+
+@dataclass(frozen=True)
 class Told:
     """Something happened to a replica or a server: for the listener."""
 
@@ -109,4 +114,4 @@ class WriteResult:
 
 ForFiles = WritePlan | WriteOwn | WriteCheckpoint | WriteResult
 """Effects that may take long: they are carried out while others ask."""
-Effect = Log | Mark | Stepped | Told | Rest | Suspect | ForFiles
+Effect = Log | Mark | Stepped | Told | Rest | Suspect | EndServers | ForFiles

@@ -1,6 +1,6 @@
 """What a replica and the conductor say to each other: a question with a report in it, and an order as its answer.
 
-    NextBatch ──▶ TrainBatch | MakeTest | HandIn | Wait | Leave | Stop
+    NextBatches ──▶ Train | MakeTest | HandIn | Wait | Leave | Stop
     Settling, HasTested, HandedIn, PlanChosen, Leaving ──▶ Noted
 
 Every message checks its fields when it is made, so also when it is read from the network: what arrives wrong is a
@@ -16,6 +16,9 @@ from typing import Any, ClassVar, TypeVar
 from shoal.errors import MessageError
 from shoal.exchanging import Tally
 from shoal.training.evaluate import Evaluation
+
+MOST_BATCHES = 64
+"""That one order may have."""
 
 # Reports
 
@@ -47,10 +50,12 @@ class StepsDone:
     tally: Tally
 
     def __post_init__(self) -> None:
+        if not (type(self.steps) is tuple and all(type(step) is Step for step in self.steps)):
+            raise _wrong(self, "steps")
         _flag(self, "applied")
-        if not all(type(peak) is int and peak >= 0 for peak in self.peaks):
+        if not (type(self.peaks) is tuple and all(type(peak) is int and peak >= 0 for peak in self.peaks)):
             raise _wrong(self, "peaks")
-        if not _counts_only(self.tally):
+        if type(self.tally) is not Tally or not _counts_only(self.tally):
             raise _wrong(self, "tally")
 
 
@@ -58,16 +63,22 @@ class StepsDone:
 
 
 @dataclass(frozen=True)
-class NextBatch:
+class NextBatches:
     """A replica wants something to do."""
 
     word: ClassVar = "next"
     done: StepsDone | None = None
     stop: bool = False
     """Whether one of its processes was asked to end (SIGTERM, Ctrl-C)."""
+    wants: int = 1
+    """Most batches that it takes at once. It reports on them together, so that many small steps cost few messages."""
 
     def __post_init__(self) -> None:
+        _report(self)
         _flag(self, "stop")
+        _whole(self, "wants")
+        if not 1 <= self.wants <= MOST_BATCHES:
+            raise _wrong(self, "wants")
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,9 @@ class Settling:
 
     word: ClassVar = "settling"
     done: StepsDone | None = None
+
+    def __post_init__(self) -> None:
+        _report(self)
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,11 @@ class HasTested:
 
     def __post_init__(self) -> None:
         _whole(self, "after")
+        if self.evaluation is not None:
+            if type(self.evaluation) is not Evaluation:
+                raise _wrong(self, "evaluation")
+            for name in ("loss", "accuracy") + (("iou",) if self.evaluation.iou is not None else ()):
+                _number(self.evaluation, name, finite=False)
 
 
 @dataclass(frozen=True)
@@ -122,15 +141,17 @@ class Leaving:
     word: ClassVar = "leaving"
     done: StepsDone | None = None
 
+    def __post_init__(self) -> None:
+        _report(self)
+
 
 # Orders
 
 
 @dataclass(frozen=True)
-class TrainBatch:
-    """Train on batch `number`: step `step` of epoch `epoch`, at this learning rate."""
+class Batch:
+    """Batch `number` of the run: step `step` of epoch `epoch`, at this learning rate."""
 
-    word: ClassVar = "batch"
     number: int
     epoch: int
     step: int
@@ -141,6 +162,18 @@ class TrainBatch:
         _whole(self, "epoch")
         _whole(self, "step")
         _number(self, "rate")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train on these batches, one after the other."""
+
+    word: ClassVar = "train"
+    batches: tuple[Batch, ...]
+
+    def __post_init__(self) -> None:
+        if not (type(self.batches) is tuple and self.batches and all(type(batch) is Batch for batch in self.batches)):
+            raise _wrong(self, "batches")
 
 
 @dataclass(frozen=True)
@@ -201,14 +234,12 @@ class Noted:
     word: ClassVar = "noted"
 
 
-Question = NextBatch | Settling | HasTested | HandedIn | PlanChosen | Leaving
-Order = TrainBatch | MakeTest | HandIn | Wait | Leave | Stop | Noted
+Question = NextBatches | Settling | HasTested | HandedIn | PlanChosen | Leaving
+Order = Train | MakeTest | HandIn | Wait | Leave | Stop | Noted
 QUESTIONS: Mapping[str, type[Question]] = {
-    kind.word: kind for kind in (NextBatch, Settling, HasTested, HandedIn, PlanChosen, Leaving)
+    kind.word: kind for kind in (NextBatches, Settling, HasTested, HandedIn, PlanChosen, Leaving)
 }
-ORDERS: Mapping[str, type[Order]] = {
-    kind.word: kind for kind in (TrainBatch, MakeTest, HandIn, Wait, Leave, Stop, Noted)
-}
+ORDERS: Mapping[str, type[Order]] = {kind.word: kind for kind in (Train, MakeTest, HandIn, Wait, Leave, Stop, Noted)}
 
 
 # As they are sent
@@ -247,7 +278,7 @@ def _plain_value(value: Any) -> Any:
         return [_plain_value(part) for part in value]
     if isinstance(value, Tally):
         return value.to_dict()
-    return _plain(value) if isinstance(value, Step | StepsDone | Evaluation) else value
+    return _plain(value) if isinstance(value, Batch | Step | StepsDone | Evaluation) else value
 
 
 def _read_as(kinds: Mapping[str, type[Message]], key: str, head: Mapping[str, Any]) -> Message:
@@ -275,17 +306,6 @@ def _read_tally(values: object) -> Tally:
     raise _malformed(f"a tally of {values!r:.100}")
 
 
-def _read_evaluation(values: object) -> Evaluation | None:
-    if values is None:
-        return None
-    evaluation = _read(Evaluation, values)
-    _number(evaluation, "loss", finite=False)
-    _number(evaluation, "accuracy", finite=False)
-    if evaluation.iou is not None:
-        _number(evaluation, "iou", finite=False)
-    return evaluation
-
-
 def _read_list(values: object) -> list[Any]:
     if not isinstance(values, list):
         raise _malformed(f"{values!r:.100} in the place of a list")
@@ -294,15 +314,21 @@ def _read_list(values: object) -> list[Any]:
 
 READERS: Mapping[str, Callable[[object], Any]] = {
     "done": lambda values: None if values is None else _read(StepsDone, values),
+    "batches": lambda values: tuple(_read(Batch, batch) for batch in _read_list(values)),
     "steps": lambda values: tuple(_read(Step, step) for step in _read_list(values)),
     "peaks": lambda values: tuple(_read_list(values)),
     "tally": _read_tally,
-    "evaluation": _read_evaluation,
+    "evaluation": lambda values: None if values is None else _read(Evaluation, values),
 }
 """Fields that are more than one number, flag or text."""
 
 
 # Checks
+
+
+def _report(message: Any) -> None:
+    if message.done is not None and type(message.done) is not StepsDone:
+        raise _wrong(message, "done")
 
 
 def _whole(message: Any, name: str) -> None:

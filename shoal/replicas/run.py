@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError, LeftError, PeerError, RunError
+from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Meeting
 from shoal.files import write_text_atomically
@@ -56,8 +56,8 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
-                if conducting.error is None:
-                    raise
+                if conducting.error is None or isinstance(conducting.error, LostError):
+                    raise  # it says why the replica was lost
                 raise conducting.error from error
         if conducting.error is None:
             conducting.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
@@ -197,6 +197,8 @@ def _conducting(
             conducting.warn(lines_are_missing(content["steps"]))
         for replica, path in missing.items():
             conducting.warn(checkpoint.own_state_is_missing(path, replica))
+        for decided in config.decided():
+            conducting.warn(decided)
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
             conducting.warn(

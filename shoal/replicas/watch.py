@@ -39,6 +39,8 @@ class Watch:
         """Whether some replica has been given an order."""
         self._slowest: dict[int, float] = {}
         """Seconds of each replica's slowest step lately, without what it waited for others."""
+        self._at_once: dict[int, int] = {}
+        """How many steps each replica was last told to take before it asks again."""
         self._disturbed: set[int] = set()
         """Replicas whose next report is of a time in which they, or a server, were frozen."""
         self._waited: Set[int] = frozenset()
@@ -63,6 +65,7 @@ class Watch:
             self._heard.pop(replica, None)
             self._joined.pop(replica, None)
             self._slowest.pop(replica, None)
+            self._at_once.pop(replica, None)
         if what != "frozen":
             self.suspected.pop(replica, None)
 
@@ -85,6 +88,10 @@ class Watch:
             return False
         self.active.add(replica)  # a replica that asks takes part, even before others are told that it is back
         return True
+
+    def order(self, replica: int, steps: int) -> None:
+        """A replica is told to take so many steps before it asks again."""
+        self._at_once[replica] = steps
 
     def note(self, replica: int, seconds: float) -> None:
         """A replica reports steps; `seconds`: the slowest of them, without what it waited for others."""
@@ -141,7 +148,8 @@ class Watch:
         """Seconds that a replica may be silent. It may wait for another, so the slowest of all counts."""
         if waits or replica not in self._slowest:
             return self._timeout
-        return max(self._heartbeat, PATIENCE * max(self._slowest.values()))
+        steps = PATIENCE + self._at_once.get(replica, 1) - 1
+        return max(self._heartbeat, steps * max(self._slowest.values()))
 
     def _restart(self, now: float) -> None:
         self._heard = dict.fromkeys(self._heard, now)

@@ -21,13 +21,15 @@ from shoal.errors import CheckpointError, MessageError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
 from shoal.replicas.orders import (
+    MOST_BATCHES,
+    Batch,
     HandedIn,
     HandIn,
     HasTested,
     Leave,
     Leaving,
     MakeTest,
-    NextBatch,
+    NextBatches,
     Noted,
     Order,
     PlanChosen,
@@ -36,7 +38,7 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
-    TrainBatch,
+    Train,
     Wait,
     question_head,
     read_order,
@@ -52,6 +54,10 @@ from shoal.training.weights import save_weights
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
+MOMENT_SECONDS = 0.04
+"""A replica asks for as many batches at once as it trains on in this time: a message costs as much as a small step."""
+LEAST_ORDERS = 4
+"""In which a replica does its share of an epoch: tests come near the epoch's end, and others may be faster."""
 WAIT_SECONDS = 0.01
 """Time between two questions while there is nothing to do."""
 
@@ -89,7 +95,8 @@ def train_replica(
             config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
         )
         try:
-            stayed = _Life(job, exchange, seat, transport, options, slow, stop).live()
+            most = min(MOST_BATCHES, job.loader.order.steps_per_epoch // (LEAST_ORDERS * config.replicas))
+            stayed = _Life(job, exchange, seat, transport, options, slow, stop, most).live()
         except (RuntimeError, MemoryError) as error:
             told = out_of_memory(error, config)
             if told is None:
@@ -152,15 +159,19 @@ class _Life:
         options: ExchangeOptions,
         slow: float,
         stop: StopSignal,
+        most: int,
     ) -> None:
+        """`most`: batches that it asks for at once."""
         self._job, self._exchange, self._seat, self._transport = job, exchange, seat, transport
-        self._options, self._slow, self._stop = options, slow, stop
+        self._options, self._slow, self._stop, self._most = options, slow, stop, most
         self._stop_elsewhere = False
         """Whether another rank of this replica was asked to stop."""
         self._steps: list[Step] = []
         """Steps that were taken and are not part of the common weights yet."""
         self._done: StepsDone | None = None
         self._asked = False
+        self._wants = 1
+        """Batches that it asks for at once."""
         self._behind = False
         """Whether this replica paused, so that a gradient of its present weights would be stale."""
 
@@ -168,8 +179,9 @@ class _Life:
         """Carry out orders until told to stop (True), or to leave the others (False)."""
         while True:
             match order := self._next():
-                case TrainBatch():
-                    self._train(order)
+                case Train():
+                    for batch in order.batches:
+                        self._train(batch, last=batch is order.batches[-1])
                 case MakeTest():
                     self._test(order)
                 case HandIn():
@@ -205,7 +217,7 @@ class _Life:
     def _ask(self) -> None:
         if self._transport.rank == 0:
             stop = bool(self._stop) or self._stop_elsewhere
-            self._seat.send(question_head(NextBatch(self._take_done(), stop=stop)))
+            self._seat.send(question_head(NextBatches(self._take_done(), stop=stop, wants=self._wants)))
             self._asked = True
 
     def _tell(self, question: Question, buffers: Sequence[bytes] = ()) -> None:
@@ -217,23 +229,34 @@ class _Life:
         done, self._done = self._done, None
         return done
 
-    def _train(self, order: TrainBatch) -> None:
+    def _train(self, batch: Batch, *, last: bool) -> None:
+        """Train on a batch; before the `last` one of an order, ask for the next order, where that may come ahead."""
         job = self._job
-        if self._options.asks_ahead:
+        if last and self._options.asks_ahead:
             self._ask()
         if self._behind:  # the others trained on meanwhile, perhaps a whole warm start
             self._exchange.catch_up()
             self._behind = False
         begun = time.perf_counter()
-        x, y = job.loader.batch(order.epoch, order.step)
+        x, y = job.loader.batch(batch.epoch, batch.step)
         loss = backward(job, x, y)
         if self._slow > 1:
             time.sleep((self._slow - 1) * (time.perf_counter() - begun))
-        applied = self._exchange.step(order.rate)
+        applied = self._exchange.step(batch.rate)
         part = job.network.part_in_mean(loss, y).item()
         losses = [row[0] for row in job.network.gather([part])]
-        self._steps.append(Step(order.number, sum(losses), time.perf_counter() - begun))
+        seconds = time.perf_counter() - begun
+        self._steps.append(Step(batch.number, sum(losses), seconds))
+        self._wants = self._batches_in_a_moment(seconds)
         self._report(applied)
+
+    def _batches_in_a_moment(self, seconds: float) -> int:
+        """How many batches to ask for at once, where one takes so long.
+
+        Always one where steps may wait for batches of others, or may be dropped: then each is reported by itself.
+        """
+        alone = not self._options.asks_ahead or self._options.drops
+        return 1 if alone else max(1, min(self._most, int(MOMENT_SECONDS / max(seconds, 1e-6))))
 
     def _report(self, applied: bool | None) -> bool:
         """After a push: what became of the steps since the last one, on all ranks of the replica together."""

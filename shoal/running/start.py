@@ -30,7 +30,7 @@ def train(config: TrainConfig, listener: Listener | None = None) -> RunResult:
     its own error, or a `RunError` that names it.
     """
     with _torch_left_as_found():
-        return _start(config, None, listener or Listener(), asked="workers" in config.model_fields_set)
+        return _start(config, None, listener or Listener(), asked=config.tells("workers"))
 
 
 def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = None) -> RunResult:
@@ -66,7 +66,9 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
     world = surrounding()
     if world is not None and world.size > 1:
-        config = config.model_copy(update={"workers": world.workers(config.workers if asked else None)})
+        workers = world.workers(config.workers if asked else None)
+        every_rank = config.exchange is not None and not config.tells("replicas")
+        config = config.on(workers) if every_rank else config.model_copy(update={"workers": workers})
         if config.exchange_settings() is not None:
             from shoal.replicas.run import train_in_world
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import TrainConfig
-from shoal.data import Part
+from shoal.data import BatchPart
 from shoal.exchanging import Replica
 from shoal.execution import (
     ParallelModule,
@@ -30,7 +30,7 @@ from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.planning import resolve
 from shoal.planning.strategies import AUTO
-from shoal.profiling.profile import Progress
+from shoal.profiling.profile import OnMeasured
 from shoal.traffic import total
 from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
 from shoal.transport import Transport
@@ -91,7 +91,7 @@ class LaidNetwork(Network):
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return self._transport.gather_numbers(numbers)
 
-    def training_part(self) -> Part:
+    def training_part(self) -> BatchPart:
         return self._part(self.module, self._shapes.train)
 
     @contextmanager
@@ -144,17 +144,17 @@ class LaidNetwork(Network):
         module.load_state_dict(full)
         return module
 
-    def _part(self, module: ParallelModule, shape: Shape) -> Part:
+    def _part(self, module: ParallelModule, shape: Shape) -> BatchPart:
         labels = self._shapes.labels(shape)
         if self._io == "share":
             shares = even_shares(shape[0], self.ranks)
             start = sum(shares[: self.rank])
             rows = slice(start, start + shares[self.rank])
-            return Part((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
+            return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
         result = module.output_tile(shape[0])
         if result is not None and len(result) > len(labels):  # of scores, which have channels
             result = (*result[:1], *result[2:])
-        return Part(_window(module.input_tile(shape[0]), shape), _window(result, labels))
+        return BatchPart(_window(module.input_tile(shape[0]), shape), _window(result, labels))
 
 
 def replica_of(module: ParallelModule, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
@@ -177,7 +177,7 @@ def lay_over_ranks(
     transport: Transport,
     shapes: Shapes,
     build: Callable[[], nn.Module],
-    planning_progress: Progress,
+    planning_progress: OnMeasured,
 ) -> LaidNetwork:
     """Lay `model` over all ranks as `config` says. Collective. `build` makes the same module anew.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.data import Part
+from shoal.data import BatchPart
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.transport import Transport
@@ -16,7 +16,7 @@ from shoal.transport import Transport
 if TYPE_CHECKING:
     from shoal.exchanging import Replica
 
-PartOf = Callable[[int], Part]
+PartOf = Callable[[int], BatchPart]
 OptimizerState = Mapping[str, Mapping[str, Any]]
 """What the optimizer remembers, by the parameter's name."""
 
@@ -52,7 +52,7 @@ class Network:
         """A few numbers of every rank. Collective."""
         return [list(numbers)]
 
-    def training_part(self) -> Part | None:
+    def training_part(self) -> BatchPart | None:
         """What this rank reads of every training batch; None for all of it."""
         return None
 

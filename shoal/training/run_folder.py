@@ -73,8 +73,22 @@ class RunFolder:
     def free(cls, config: TrainConfig) -> Self:
         """The folder that `create` would make, nothing done yet; one that already holds a run is an `OutputError`."""
         folder = cls(config.out or _fresh_name(config))
+        folder._check_nobody_writes()
         folder._check_free()
         return folder
+
+    def _check_nobody_writes(self) -> None:
+        """That a run goes on here is told before what it has written: one would not want to go on with it."""
+        try:
+            lock = os.open(self.lock, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            _lock(lock)
+        except BlockingIOError:
+            raise self._taken(os.read(lock, 200).decode(errors="replace"), resumed=False) from None
+        finally:
+            os.close(lock)
 
     def _check_free(self) -> None:
         if self.checkpoint.exists() or self.result.exists():

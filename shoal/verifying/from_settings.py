@@ -46,7 +46,7 @@ def start(config: VerifyConfig, progress: OnProgress | None = None) -> Verdict:
     """
     world = surrounding()
     if world is not None and world.size > 1:
-        asked = config.workers if "workers" in config.model_fields_set else None
+        asked = config.workers if config.tells("workers") else None
         config = config.model_copy(update={"workers": world.workers(asked)})
         with joined(world, timeout=config.timeout):
             torch.set_num_threads(threads_each(config.threads, world.local_size or world.size))

@@ -1,4 +1,4 @@
-"""From a model's name to a model: the zoo's networks, and anybody's `package.module:factory`.
+"""From a model's name to a model: the zoo's networks, and anybody's `package.module:factory` or `file.py:factory`.
 
 The zoo is listed by name only, so that asking for the list does not load torch.
 """
@@ -30,7 +30,7 @@ _ZOO = {
 }
 """Name of each factory, and the module that defines it."""
 
-_OWN_FORM = "A model of your own is given as package.module:factory."
+_OWN_FORM = "A model of your own is given as package.module:factory, or as path/to/file.py:factory."
 
 
 def names() -> tuple[str, ...]:
@@ -55,11 +55,11 @@ def build(
     classes: int | None = None,
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> "nn.Module":
-    """The model that `spec` names: a zoo name, or `package.module:factory`.
+    """The model that `spec` names: a zoo name, `package.module:factory`, or `path/to/file.py:factory`.
 
     The factory gets those of `input` (one sample's shape, channels first) and `classes` that are given
     and that it accepts, and all of `options`, which it must accept. A factory's module is found as
-    `python -m` finds it, in the working directory too.
+    `python -m` finds it, in the working directory too; a file as `python file.py` finds it, with what lies beside it.
     Whatever goes wrong is a ModelError; errors that are Shoal's own pass through.
     """
     offered = {name: value for name, value in (("input", input), ("classes", classes)) if value is not None}
@@ -67,7 +67,10 @@ def build(
         return _call(spec, zoo_factory(spec), offered, options)
     module_name, attribute = _split(spec)
     importlib.import_module("torch")  # before the working directory can come in its way
-    with _working_directory_importable():
+    folder = Path.cwd()
+    if module_name.endswith(".py"):
+        folder, module_name = _file(spec, Path(module_name))
+    with _importable(folder):
         return _call(spec, _find(spec, module_name, attribute), offered, options)
 
 
@@ -152,11 +155,32 @@ def _import_module(spec: str, module_name: str) -> ModuleType:
         ) from error
 
 
+def _file(spec: str, path: Path) -> tuple[Path, str]:
+    """The folder of a file that holds a model, and its module's name there."""
+    if not path.is_file():
+        raise ModelError(
+            f"the model {spec!r} cannot be imported: there is no file {str(path)!r}.",
+            f"It was looked for from {Path.cwd()}. {_OWN_FORM}",
+        )
+    folder, name = path.resolve().parent, path.stem
+    if not name.isidentifier():
+        raise ModelError(
+            f"the model {spec!r} cannot be imported: {name!r} is not a name that Python can import.",
+            "Rename the file: letters, digits and underscores.",
+        )
+    known = sys.modules.get(name)
+    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() != path.resolve():
+        raise ModelError(
+            f"the model {spec!r} cannot be imported: another module is called {name!r}.", "Rename the file."
+        )
+    return folder, name
+
+
 @contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    """Let imports find the working directory's modules first, as `python -m` does, and only meanwhile."""
-    here = str(Path.cwd())
-    if here in sys.path or "" in sys.path:
+def _importable(folder: Path) -> Iterator[None]:
+    """Let imports find the modules of a folder first, as `python -m` does with the present one, and only meanwhile."""
+    here = str(folder)
+    if here in sys.path or ("" in sys.path and folder == Path.cwd()):
         yield
         return
     sys.path.insert(0, here)

@@ -80,7 +80,7 @@ def test_two_workers_train_as_one_does_and_either_goes_on_for_the_other(
 
 def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WITH_DROPOUT)
-    settings = ["train", "--data", tiny, *NET, "--epochs", "20", "--eval-every", "10", "--checkpoint-every", "100"]
+    settings = ["train", "--data", tiny, *NET, "--epochs", "60", "--eval-every", "30", "--checkpoint-every", "100"]
     settings += ["--workers", "2", "--augment", "flip,shift:1"]
     assert shoal(*settings, "--out", "whole").returncode == 0
     process = begin(tmp_path, "shoal", *settings, "--out", "parts")
@@ -94,7 +94,7 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert stderr.count("shoal: ") == 1
     assert "Traceback" not in stderr
     steps = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["steps"]
-    assert 0 < steps < 200  # the signal came in the middle, or this test shows nothing
+    assert 0 < steps < 600  # the signal came in the middle, or this test shows nothing
     shutil.copytree(tmp_path / "parts", tmp_path / "cut")
 
     run = shoal("train", "--resume", "parts")
@@ -176,7 +176,9 @@ def test_a_killed_worker_is_named_and_no_process_is_left(tiny: str, tmp_path: Pa
         while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.02)
         family = psutil.Process(process.pid).children(recursive=True)
-        ranks = sorted((one for one in family if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
+        ranks = sorted(
+            (one for one in family if one.name().startswith("shoal rank")), key=lambda one: int(one.name().split()[-1])
+        )
         assert len(ranks) == 2
         ranks[1].kill()
         start = time.monotonic()

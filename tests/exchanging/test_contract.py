@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shoal.exchanges import EXCHANGES
 from shoal.exchanging.downpour import Downpour
 from tests.exchanging.together import Side, at_once, batch, meeting, network, sgd
 
@@ -38,6 +39,14 @@ ALONE = [
     ("gossip", 0, {"mode": "pair", "period": 1}),
     ("dasgd", 2, {"sparse": "none", "decay": "exponential", "momentum_at": "server", "n_sync": 1}),
 ]
+
+
+OWN_TESTS = {"easgd": "until_it_pushes", "admm": "test_averaging.py"}
+"""Exchanges of which one replica alone is not plain SGD, by what they promise, and what is tested instead."""
+
+
+def test_every_exchange_is_under_this_contract() -> None:
+    assert {name for name, *_ in ALONE} | OWN_TESTS.keys() == EXCHANGES.keys()
 
 
 def plain(steps: int, momentum: float = 0.9, weight_decay: float = 0.01) -> torch.Tensor:

@@ -15,7 +15,7 @@ from shoal.errors import PeerError, RunError
 from shoal.exchanging.membership.coordinator import Coordinator, Event
 from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.seat import Seat
-from shoal.transport.links import Link, LinkLost, connect
+from shoal.transport.links import JSON, Link, LinkLost, connect
 from shoal.transport.links.crowd import SPARE, Crowd, Guest
 from shoal.transport.links.link import _packed
 from shoal.transport.links.sockets import allow_many_files
@@ -53,6 +53,76 @@ def until(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+def listen(place: Coordinator, replica: int, token: str = "") -> Link:
+    """An ear of a replica that has an inbox; what is told to it stays unread until somebody receives."""
+    hello: dict[str, JSON] = {"as": "ear", "replica": replica, "rank": 0, "inbox": ["127.0.0.1", 1], "token": token}
+    return connect(place.address, place.token, hello, name="the place")
+
+
+def test_a_rank_that_does_not_listen_holds_up_nobody() -> None:
+    """Its link fills up: whoever tells it of the others must not wait, neither while it is frozen nor before."""
+    with meeting_point(heartbeat=0.3, replicas=3) as place, ExitStack() as stack:
+        for replica in range(3):
+            stack.enter_context(come(place, replica))
+        ears = [stack.enter_context(listen(place, replica, token=f"{replica}" * 20_000)) for replica in range(2)]
+
+        def changes(number: int) -> None:
+            for _ in range(number):
+                place.rest(0, resting=True)
+                place.rest(0, resting=False)
+                place.suspect(2, hangs=True)
+                place.suspect(2, hangs=False)
+
+        def all_told() -> list[Any]:
+            told = [ears[0].receive().head["peers"]]
+            while told[-1] != [[1, ["127.0.0.1", 1], "1" * 20_000]]:
+                told.append(ears[0].receive().head["peers"])
+            return told
+
+        assert all_told()
+        place.suspect(1, hangs=True)  # from now on it reads nothing
+        busy = threading.Thread(target=changes, args=(500,), daemon=True)
+        busy.start()
+        busy.join(30)
+        assert not busy.is_alive(), "a frozen rank holds up the coordinator"
+        assert place.active() == [0, 2]
+        place.suspect(1, hangs=False)
+        busy = threading.Thread(target=changes, args=(500,), daemon=True)
+        busy.start()
+        busy.join(30)
+        assert not busy.is_alive(), "a rank that lives and does not listen holds up the coordinator"
+        assert place.active() == [0, 1, 2]
+        assert until(lambda: place.members[1].ears[0].link.fileno() == -1), "it never filled up"
+        again = stack.enter_context(listen(place, 1))
+        assert again.receive().head["peers"] == [[0, ["127.0.0.1", 1], "0" * 20_000]]
+
+
+def test_a_seat_listens_anew_when_its_ear_is_lost() -> None:
+    with meeting_point(replicas=2) as place, ExitStack() as stack:
+        told: list[Any] = []
+        seat = Seat(Meeting(place.address, place.token, 2, 30.0, None, None), rank=0, replica=0, pids=[1], heartbeat=30)
+        stack.callback(seat.leave)
+        seat.listen(0, told.append, inbox=(("127.0.0.1", 1), "mine"))
+        assert until(lambda: len(told) == 1)
+        place.members[0].ears[0].link.close()
+        assert until(lambda: len(told) == 2), "nobody listens any more"
+        stack.enter_context(come(place, 1))
+        stack.enter_context(listen(place, 1, "theirs"))
+        assert until(lambda: told[-1] == {"peers": [[1, ["127.0.0.1", 1], "theirs"]]})
+
+
+def test_servers_end_when_nobody_can_go_on() -> None:
+    with meeting_point(servers=1) as place:
+        hello: dict[str, JSON] = {"as": "server", "number": 0, "address": ["127.0.0.1", 1], "token": "a"}
+        with connect(place.address, place.token, hello, name="the place") as server:
+            server.receive()
+            place.end_servers()
+            server.timeout = 30
+            server.receive()  # who takes part
+            with pytest.raises(LinkLost):
+                server.receive()
 
 
 def test_many_replicas_cost_one_file_each_and_no_thread() -> None:

@@ -55,7 +55,7 @@ def test_many_replicas_at_once_share_few_copies(server: Server) -> None:
         at_once([partial(work, shard) for shard in shards])
         assert held.shard.version == 3 * MANY
         assert 0 < max(made) <= MOST_BUFFERS
-        assert held.whole.made == 0
+        assert until(lambda: held.whole.made == 0)
 
 
 def test_replicas_that_take_everything_at_once_share_one_copy(server: Server) -> None:
@@ -74,7 +74,7 @@ def test_replicas_that_take_everything_at_once_share_one_copy(server: Server) ->
 
         at_once([partial(take, shard) for shard in shards])
         assert max(made) <= 1
-        assert held.whole.made == 0
+        assert until(lambda: held.whole.made == 0)  # the last one has its copy before the server has let go of it
 
 
 def test_replicas_that_freeze_in_the_middle_of_a_push_hold_up_nobody(

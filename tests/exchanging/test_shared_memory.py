@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from shoal.errors import RunError
+from shoal.exchanging.membership.coordinator import Coordinator
 from shoal.exchanging.servers import shared_memory
 from shoal.exchanging.servers.rules import make_rule
 from shoal.exchanging.servers.shard import Policy
 from shoal.exchanging.servers.shared_memory import FileLock, SharedFolder
 from shoal.exchanging.servers.slices import cut_over
+from shoal.transport.links import JSON, connect
 
 pytestmark = pytest.mark.timeout(60)
 POLICY = Policy(make_rule("sgd", momentum=0.9, weight_decay=0.0))
@@ -73,6 +75,37 @@ def test_the_kernel_tells_who_is_frozen_with_a_lock(folder: SharedFolder) -> Non
     assert not folder.holds_a_lock([process.pid])
     with locked(held):  # the kernel freed it
         assert folder.holds_a_lock([os.getpid()])
+
+
+def test_one_that_froze_with_a_lock_is_killed_and_one_without_is_not(folder: SharedFolder) -> None:
+    """The others would wait for the lock for good."""
+    map_into(folder)
+    held = folder.path / "0-1.lock"
+    holder = subprocess.Popen([sys.executable, "-c", STOPS, str(held)])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    place = Coordinator(heartbeat=30.0, replicas=2, shared=folder)
+    try:
+        deadline = time.monotonic() + 30
+        while not folder.holds_a_lock([holder.pid]):
+            assert time.monotonic() < deadline, "the lock was never taken"
+            time.sleep(0.01)
+        links = []
+        for replica, process in enumerate((holder, other)):
+            hello: dict[str, JSON] = {"as": "replica", "replica": replica, "pids": [process.pid]}
+            links.append(connect(place.address, place.token, hello, name="the place"))
+            links[-1].receive()
+            place.suspect(replica, hangs=True)
+        assert holder.wait(30) == -signal.SIGKILL
+        assert other.poll() is None
+        with locked(held):
+            assert folder.holds_a_lock([os.getpid()])
+        for link in links:
+            link.close()
+    finally:
+        place.close()
+        for process in (holder, other):
+            process.kill()
+            process.wait()
 
 
 def test_where_the_kernel_does_not_tell_any_holder_counts(

@@ -5,7 +5,6 @@ thrown away, because its ranks may wait for each other, and the next case gets a
 """
 
 import multiprocessing as mp
-import os
 import tempfile
 import time
 import traceback
@@ -14,6 +13,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.launching import forked
+from shoal.launching.process import environment, environment_of
 
 CASE_SECONDS = 110.0
 
@@ -27,7 +32,9 @@ class Pool:
 
     def __init__(self, world: int, seconds: float = CASE_SECONDS) -> None:
         self._seconds = seconds
-        context = mp.get_context("spawn")
+        with environment(**environment_of(threads=1)):
+            forked.load_ahead()
+        context = mp.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
@@ -76,10 +83,6 @@ class Pool:
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)

@@ -18,7 +18,7 @@ from shoal.exchanges import Holding
 from shoal.exchanging import Seat, Tally
 from shoal.replicas.conducting import Conducting
 from shoal.replicas.effects import WriteOwn
-from shoal.replicas.orders import HandedIn, NextBatch, PlanChosen, Step, StepsDone, question_head
+from shoal.replicas.orders import HandedIn, NextBatches, PlanChosen, Step, StepsDone, question_head
 from shoal.replicas.recorder import Recorder
 from shoal.training.listener import Listener
 from shoal.training.metrics import MetricsFile
@@ -71,17 +71,17 @@ def test_a_run_in_lockstep_gives_up_on_a_frozen_replica_also_where_the_others_on
         orders = []
 
         def ask() -> str:
-            orders.append(seats[0].ask(question_head(NextBatch())).head["order"])
+            orders.append(seats[0].ask(question_head(NextBatches())).head["order"])
             return str(orders[-1])
 
-        while ask() == "batch":  # all of the epoch; the last of them needs replica 1, which has none
+        while ask() == "train":  # all of the epoch; the last of them needs replica 1, which has none
             pass
         silent = connect(meeting.address, meeting.token, {"as": "pulse", "replica": 1, "rank": 0}, name="a dead pulse")
         closing.callback(silent.close)
         deadline = time.monotonic() + 30
         while ask() == "wait" and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert orders == ["batch"] * 10 + ["wait"] * (len(orders) - 11) + ["stop"]
+        assert orders == ["train"] * 10 + ["wait"] * (len(orders) - 11) + ["stop"]
         with pytest.raises(PeerError, match=r"replica 1 gave no sign of life for 3 seconds") as caught:
             conducting.ended()
         assert caught.value.remedy.startswith("There is no checkpoint yet")
@@ -143,7 +143,7 @@ def test_a_replica_whose_message_has_no_meaning_is_lost_and_the_others_go_on(tmp
         with pytest.raises(PeerError):
             seats[1].ask({"ask": "next", "done": {"steps": "many"}, "stop": False})
         wait_until(lambda: "lost" in happened(tmp_path / "run"))
-        assert seats[0].ask(question_head(NextBatch())).head["order"] == "batch"
+        assert seats[0].ask(question_head(NextBatches())).head["order"] == "train"
         assert not conducting.over
     (why,) = (line["why"] for line in lines_of(tmp_path / "run") if line["event"] == "ended")
     assert "was not understood" in why
@@ -208,10 +208,10 @@ class Two:
         done: list[StepsDone | None] = [None, None]
         while True:
             for number, seat in enumerate(self.seats):
-                order = seat.ask(question_head(NextBatch(done[number]))).head
+                order = seat.ask(question_head(NextBatches(done[number]))).head
                 if order["order"] == last:
                     return int(order.get("moment", 0))
-                steps = (Step(order["number"], 1.0, 0.01),)
+                steps = (Step(order["batches"][0]["number"], 1.0, 0.01),)
                 done[number] = StepsDone(steps, True, (1,), Tally(steps=1, updates=1))
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_run_at_any_moment_and_everybody_is_answered(
         two = Two(conducting, closing)
         getattr(two, event)()
         is_over_with_a_full_disk(conducting, folder / "metrics.jsonl")
-        assert two.seats[0].ask(question_head(NextBatch())).head["order"] == "stop"
+        assert two.seats[0].ask(question_head(NextBatches())).head["order"] == "stop"
         conducting.lost(0, "rank 0 was killed")  # which would be another line
         conducting.warn("that the disk is full")
         conducting.stop()
@@ -243,7 +243,7 @@ def test_a_file_that_a_full_disk_does_not_take_ends_the_run(monkeypatch: pytest.
         closing.callback(seat.hang_up)
         assert seat.ask(question_head(PlanChosen("{}"))).head["order"] == "noted"
         is_over_with_a_full_disk(conducting, folder / "plan.json")
-        assert seat.ask(question_head(NextBatch())).head["order"] == "stop"
+        assert seat.ask(question_head(NextBatches())).head["order"] == "stop"
 
 
 def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,14 +265,14 @@ def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.M
         moment = two.train_until("hand in")
         seats = two.seats
         assert seats[0].ask(question_head(HandedIn(moment)), [b"0"]).head["order"] == "noted"
-        assert seats[1].ask(question_head(NextBatch())).head["order"] == "hand in"
+        assert seats[1].ask(question_head(NextBatches())).head["order"] == "hand in"
         seats[1].send(question_head(HandedIn(moment)), [b"1"])
         assert begun.wait(30)
-        assert seats[0].ask(question_head(NextBatch())).head["order"] != "test"
+        assert seats[0].ask(question_head(NextBatches())).head["order"] != "test"
         goes_on.set()
         assert seats[1].hear().head["order"] == "noted"
         assert (tmp_path / "run" / f"replica-1-{moment}.pt").read_bytes() == b"1"
-        assert seats[0].ask(question_head(NextBatch())).head["order"] == "test"
+        assert seats[0].ask(question_head(NextBatches())).head["order"] == "test"
 
 
 def test_an_error_of_a_listener_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_an_error_of_a_listener_ends_the_run(monkeypatch: pytest.MonkeyPatch, tm
         wait_until(lambda: conducting.over)
         with pytest.raises(RunError, match=r"ZeroDivisionError: of a listener"):
             conducting.ended()
-        assert seat.ask(question_head(NextBatch())).head["order"] == "stop"
+        assert seat.ask(question_head(NextBatches())).head["order"] == "stop"
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

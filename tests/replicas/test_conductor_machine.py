@@ -14,12 +14,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.config import TrainConfig
-from shoal.errors import DivergedError, MessageError, PeerError, StoppedError
+from shoal.errors import DivergedError, LostError, MessageError, PeerError, StoppedError
 from shoal.exchanging import Tally
 from shoal.exchanging.membership.coordinator import What
 from shoal.exchanging.membership.tickets import Tickets
-from shoal.replicas.conductor import Conductor, Place
-from shoal.replicas.effects import Effect, HowFar, Log, Rest, Stepped, Suspect, WriteCheckpoint, WriteOwn, WriteResult
+from shoal.replicas.conductor import Conductor, Whereabouts
+from shoal.replicas.effects import (
+    Effect,
+    EndServers,
+    HowFar,
+    Log,
+    Rest,
+    Stepped,
+    Suspect,
+    WriteCheckpoint,
+    WriteOwn,
+    WriteResult,
+)
 from shoal.replicas.orders import (
     HandedIn,
     HandIn,
@@ -27,16 +38,17 @@ from shoal.replicas.orders import (
     Leave,
     Leaving,
     MakeTest,
-    NextBatch,
+    NextBatches,
     Order,
     Question,
     Settling,
     Step,
     StepsDone,
     Stop,
-    TrainBatch,
+    Train,
     Wait,
 )
+from shoal.replicas.worker import _together
 from shoal.training.evaluate import Evaluation
 from tests.replicas.runs import about_a_run
 
@@ -44,6 +56,11 @@ STEPS_PER_EPOCH = 5
 HEARTBEAT = 1.0
 TIMEOUT = 20.0
 STEP_SECONDS = 0.01
+
+
+def together(first: StepsDone | None, then: StepsDone | None) -> StepsDone | None:
+    """As `worker.py` reports what it pushed since its last question."""
+    return first if then is None else _together(first, then)
 
 
 class Played:
@@ -64,7 +81,9 @@ class Played:
 class Run:
     """A conductor, and the world around it."""
 
-    def __init__(self, past: HowFar | None = None, drops: Iterator[bool] | None = None, **chosen: Any) -> None:
+    def __init__(
+        self, past: HowFar | None = None, drops: Iterator[bool] | None = None, wants: int = 1, **chosen: Any
+    ) -> None:
         self.config = TrainConfig.parse(
             {
                 "data": "digits",
@@ -79,9 +98,10 @@ class Run:
         assert options is not None
         self.options = options
         about = about_a_run(self.config, options, STEPS_PER_EPOCH)
-        self.conductor = Conductor(self.config, options, about, Place("run"), past)
+        self.conductor = Conductor(self.config, options, about, Whereabouts("run"), past)
         self.push_every = getattr(options, "push_every", 3 if options.name == "local" else 1)
         self.drops = drops or iter(())
+        self.wants = wants if options.asks_ahead and drops is None else 1
         self.now = 0.0
         self.there: dict[int, Played] = {}
         self.came = 0
@@ -98,6 +118,7 @@ class Run:
         """On the disk."""
         self.own_states_wait: list[WriteOwn] = []
         self.files_wait = False
+        self.servers_ended = False
         wanted = options.gradients_per_update(self.config.replicas)
         self.tickets = Tickets(wanted, self.config.replicas) if wanted and not options.same_batch else None
         self.resting: set[int] = set()
@@ -117,6 +138,8 @@ class Run:
             match effect:
                 case Stepped():
                     self.stepped.append(effect.steps)
+                case EndServers():
+                    self.servers_ended = True
                 case Log() if effect.values["event"] == "test":
                     self.tests.append((effect.values["step"], effect.values["epoch"]))
                 case WriteCheckpoint():
@@ -164,7 +187,7 @@ class Run:
 
     def ask(self, replica: int, question: Question, parts: int = 0) -> Order:
         self.now += STEP_SECONDS
-        if isinstance(question, NextBatch | Settling | Leaving) and question.done is not None:
+        if isinstance(question, NextBatches | Settling | Leaving) and question.done is not None:
             self.reported += len(question.done.steps) * question.done.applied
         decision = self.conductor.answer(replica, question, self.now, parts=parts)
         self.carry_out(decision.effects, replica)
@@ -255,7 +278,8 @@ class Run:
 
         def next_batch() -> Order:
             nonlocal done
-            question, done = NextBatch(done, stop=self.there[number].asked_to_stop), None
+            question = NextBatches(done, stop=self.there[number].asked_to_stop, wants=self.wants)
+            done = None
             return self.ask(number, question)
 
         yield
@@ -263,22 +287,26 @@ class Run:
             order, ahead = ahead or next_batch(), None
             yield
             match order:
-                case TrainBatch():
-                    assert 0 <= order.number < self.total
-                    if self.options.asks_ahead:
-                        ahead = next_batch()
-                        yield
-                    steps.append(Step(order.number, 0.5, STEP_SECONDS))
-                    if len(steps) >= self.push_every:
-                        done = yield from pushed()
+                case Train():
+                    assert len(order.batches) <= self.wants
+                    for batch in order.batches:
+                        assert 0 <= batch.number < self.total
+                        if self.options.asks_ahead and batch is order.batches[-1]:
+                            ahead = next_batch()
+                            yield
+                        steps.append(Step(batch.number, 0.5, STEP_SECONDS))
+                        if len(steps) >= self.push_every:
+                            done = together(done, (yield from pushed()))
+                        if self.fair_since is None:  # later its turns have a clock, and several steps are a moment
+                            yield
                 case HandIn():
                     if not self.options.keeps_own:
-                        done = (yield from pushed()) or done
+                        done = together(done, (yield from pushed()))
                     self.ask(number, HandedIn(order.moment), parts=1)
                     yield
                 case MakeTest():
                     if not self.options.keeps_own:
-                        done = (yield from pushed()) or done
+                        done = together(done, (yield from pushed()))
                     self.ask(number, Settling(done))
                     done = None
                     yield
@@ -286,9 +314,9 @@ class Run:
                     self.ask(number, HasTested(order.after, evaluation), parts=order.save + order.last)
                     yield
                 case Wait():
-                    done = (yield from pushed()) or done
+                    done = together(done, (yield from pushed()))
                 case Leave():
-                    done = (yield from pushed()) or done
+                    done = together(done, (yield from pushed()))
                     self.ask(number, Leaving(done))
                     return
                 case Stop():
@@ -395,7 +423,7 @@ chosen = st.fixed_dictionaries(
         "eval_steps": st.none() | st.integers(1, 9),
     }
 )
-drops = st.lists(st.booleans(), max_size=30).map(iter)
+drops = st.none() | st.lists(st.booleans(), max_size=30).map(iter)
 
 
 @machine
@@ -403,14 +431,21 @@ drops = st.lists(st.booleans(), max_size=30).map(iter)
     exchange=st.sampled_from(SHARED),
     chosen=chosen,
     drops=drops,
+    wants=st.integers(1, 7),
     seed=st.integers(0, 1 << 32),
     length=st.integers(0, 500),
     asleep=st.booleans(),
 )
 def test_every_batch_counts_once_whoever_dies_joins_freezes_hangs_or_is_preempted(
-    exchange: dict[str, Any], chosen: dict[str, Any], drops: Iterator[bool], seed: int, length: int, asleep: bool
+    exchange: dict[str, Any],
+    chosen: dict[str, Any],
+    drops: Iterator[bool] | None,
+    wants: int,
+    seed: int,
+    length: int,
+    asleep: bool,
 ) -> None:
-    run = Run(drops=drops, **exchange, **chosen)
+    run = Run(drops=drops, wants=wants, **exchange, **chosen)
     often: list[Kind] = ["kill", "freeze", "hang", "wake", "join", "pass"]
     play(run, moves_of(seed, length, *often * 3, "preempt"))
     if not run.there and not run.conductor.over:
@@ -428,6 +463,35 @@ def test_every_batch_counts_once_whoever_dies_joins_freezes_hangs_or_is_preempte
         return
     assert not [number for number in range(run.total) if not run.applied[number]]  # none is lost
     run.check_finished()
+
+
+@machine
+@given(
+    name=st.sampled_from(["sync", "allreduce"]),
+    seed=st.integers(0, 1 << 32),
+    length=st.integers(0, 200),
+    every=st.integers(1, 3),
+    wants=st.integers(1, 7),
+)
+def test_a_run_in_step_ends_and_names_the_one_that_is_lost(
+    name: str, seed: int, length: int, every: int, wants: int
+) -> None:
+    run = Run(exchange=name, replicas=3, epochs=4, eval_every=every, wants=wants)
+    often: list[Kind] = ["advance"] * 60
+    play(run, moves_of(seed, length, "kill", "wake", "write", *often))
+    lost = set(range(3)) - set(run.there)
+    if not lost and not run.conductor.over:
+        run.kill(1)
+        lost = {1}
+    run.finish()
+    error = run.conductor.error
+    if error is None:  # those that were lost had done their part
+        run.check_finished()
+        return
+    assert isinstance(error, LostError)
+    assert any(f"replica {replica} was lost, and {name} cannot go on without it" in str(error) for replica in lost)
+    assert run.servers_ended
+    run.check()
 
 
 @machine
@@ -505,12 +569,39 @@ def test_one_that_was_wrongly_suspected_takes_part_from_its_next_question_on() -
     assert all(values["active"] == [0] for values in logged if values["event"] == "steps")
 
 
+def test_several_batches_are_handed_out_at_once_but_not_beyond_a_test_nor_all_of_the_last_ones() -> None:
+    in_step = Run(exchange="allreduce", replicas=2, epochs=8)
+    order = in_step.ask(0, NextBatches(wants=64))
+    assert isinstance(order, Train)
+    assert [batch.number for batch in order.batches] == list(range(STEPS_PER_EPOCH))
+    asynchronous = Run(exchange="downpour", replicas=2, epochs=8)
+    orders: list[list[int]] = []
+    while isinstance(order := asynchronous.ask(len(orders) % 2, NextBatches(wants=3)), Train):
+        orders.append([batch.number for batch in order.batches])
+    assert [number for numbers in orders for number in numbers] == list(range(asynchronous.total))
+    assert orders[:3] == [[0, 1, 2], [3, 4], [5, 6, 7]]
+    assert all(numbers[0] // STEPS_PER_EPOCH == numbers[-1] // STEPS_PER_EPOCH for numbers in orders)
+    assert [len(numbers) for numbers in orders[-2:]] == [1, 1]
+
+
+def test_one_batch_at_a_time_while_a_test_is_due() -> None:
+    run = Run(exchange="downpour", replicas=2, epochs=8)
+    first, second = run.ask(0, NextBatches(wants=5)), run.ask(1, NextBatches(wants=5))
+    assert isinstance(first, Train)
+    assert isinstance(second, Train)
+    done = StepsDone(tuple(Step(batch.number, 0.5, 0.01) for batch in first.batches), True, (1,), Tally(steps=5))
+    assert isinstance(run.ask(0, NextBatches(done, wants=5)), MakeTest)
+    order = run.ask(1, NextBatches(wants=5))
+    assert isinstance(order, Train)
+    assert len(order.batches) == 1
+
+
 def test_slow_steps_are_not_taken_for_a_hang() -> None:
     run = Run(exchange="downpour", replicas=2, epochs=2)
     slow = StepsDone((Step(0, 0.5, 2.0),), True, (1,), Tally(steps=1))
     for number in (0, 1):
-        run.ask(number, NextBatch())
-        run.ask(number, NextBatch(slow if number == 0 else None))
+        run.ask(number, NextBatches())
+        run.ask(number, NextBatches(slow if number == 0 else None))
     run.let_pass(2.0 * 9)
     assert run.conductor.active == [0, 1]  # ten times its slowest step, or the time-out while none is known
     run.let_pass(4.0)
@@ -520,8 +611,8 @@ def test_slow_steps_are_not_taken_for_a_hang() -> None:
 def test_while_a_server_is_frozen_nobody_else_is_suspected() -> None:
     run = Run(exchange="downpour", replicas=2)
     for number in (0, 1):
-        run.ask(number, NextBatch())
-        run.ask(number, NextBatch(StepsDone((Step(number, 0.5, 0.01),), True, (1,), Tally(steps=1))))
+        run.ask(number, NextBatches())
+        run.ask(number, NextBatches(StepsDone((Step(number, 0.5, 0.01),), True, (1,), Tally(steps=1))))
     run.tell("server frozen", 0)
     run.let_pass(10 * HEARTBEAT)
     assert run.conductor.active == [0, 1]
@@ -572,11 +663,11 @@ def test_what_no_replica_would_say_is_refused_and_changes_nothing() -> None:
     run = Run(exchange="downpour", replicas=1, epochs=1)
     beyond = StepsDone((Step(run.total, 0.5, 0.1),), True, (1,), Tally(steps=1))
     with pytest.raises(MessageError, match="beyond the 5"):
-        run.conductor.answer(0, NextBatch(beyond), 1.0)
+        run.conductor.answer(0, NextBatches(beyond), 1.0)
     for number in range(5):
-        assert isinstance(run.ask(0, NextBatch()), TrainBatch)
+        assert isinstance(run.ask(0, NextBatches()), Train)
         done = StepsDone((Step(number, 0.5, 0.1),), True, (1,), Tally(steps=1))
-        order = run.ask(0, NextBatch(done)) if number == 4 else run.ask(0, Leaving(done))
+        order = run.ask(0, NextBatches(done)) if number == 4 else run.ask(0, Leaving(done))
     assert isinstance(order, MakeTest)
     run.ask(0, Settling())
     with pytest.raises(MessageError, match="did not send what it was told"):
@@ -586,9 +677,9 @@ def test_what_no_replica_would_say_is_refused_and_changes_nothing() -> None:
 
 def test_a_loss_that_is_not_a_number_ends_the_run() -> None:
     run = Run(exchange="downpour", replicas=2)
-    run.ask(0, NextBatch())
+    run.ask(0, NextBatches())
     done = StepsDone((Step(0, float("nan"), 0.1),), True, (1,), Tally(steps=1))
-    assert isinstance(run.ask(0, NextBatch(done)), Stop)
+    assert isinstance(run.ask(0, NextBatches(done)), Stop)
     assert isinstance(run.conductor.error, DivergedError)
 
 
@@ -598,11 +689,11 @@ def test_a_step_waits_for_the_replica_that_tests() -> None:
     done: dict[int, StepsDone | None] = {0: None, 1: None}
     for now in range(1, 20):
         for replica in (0, 1):
-            order, effects = run.conductor.answer(replica, NextBatch(done[replica]), float(now))
+            order, effects = run.conductor.answer(replica, NextBatches(done[replica]), float(now))
             if isinstance(order, MakeTest):
                 assert not [effect for effect in effects if isinstance(effect, Rest) and effect.resting]
                 return
-            trains = isinstance(order, TrainBatch)
-            steps = (Step(order.number, 0.5, STEP_SECONDS),) if isinstance(order, TrainBatch) else ()
+            trains = isinstance(order, Train)
+            steps = (Step(order.batches[0].number, 0.5, STEP_SECONDS),) if isinstance(order, Train) else ()
             done[replica] = StepsDone(steps, True, (1,), Tally(steps=1, updates=1)) if trains else None
     raise AssertionError("nobody tested")

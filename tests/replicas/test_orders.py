@@ -3,6 +3,8 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 from shoal.errors import MessageError
 from shoal.exchanging import Tally
 from shoal.replicas.orders import (
+    Batch,
     HasTested,
     Leave,
     Leaving,
     MakeTest,
-    NextBatch,
+    NextBatches,
     Noted,
     Order,
     PlanChosen,
@@ -25,7 +28,7 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
-    TrainBatch,
+    Train,
     Wait,
     order_head,
     question_head,
@@ -38,8 +41,9 @@ DONE = StepsDone(
     (Step(3, 0.5, 0.1), Step(4, 0.25, 0.2)), True, (7, 8), Tally(steps=2, updates=1, staleness=Counter({3: 1}))
 )
 QUESTIONS: list[Question] = [
-    NextBatch(),
-    NextBatch(DONE, stop=True),
+    NextBatches(),
+    NextBatches(DONE, stop=True),
+    NextBatches(DONE, wants=7),
     Settling(DONE),
     HasTested(2),
     HasTested(2, Evaluation(0.5, 0.75, None)),
@@ -47,7 +51,15 @@ QUESTIONS: list[Question] = [
     PlanChosen("{}"),
     Leaving(DONE),
 ]
-ORDERS: list[Order] = [TrainBatch(12, 1, 2, 0.1), MakeTest(1, True, False, False), Wait(), Leave(), Stop(), Noted()]
+ORDERS: list[Order] = [
+    Train((Batch(12, 1, 2, 0.1),)),
+    Train((Batch(12, 1, 2, 0.1), Batch(13, 1, 3, 0.1))),
+    MakeTest(1, True, False, False),
+    Wait(),
+    Leave(),
+    Stop(),
+    Noted(),
+]
 
 
 def travelled(head: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +79,8 @@ def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
 
 def test_a_loss_that_is_not_a_number_arrives() -> None:
     step = StepsDone((Step(0, math.nan, 0.0),), True, (), Tally())
-    question = read_question(travelled(question_head(NextBatch(step))))
-    assert isinstance(question, NextBatch)
+    question = read_question(travelled(question_head(NextBatches(step))))
+    assert isinstance(question, NextBatches)
     assert question.done is not None
     assert math.isnan(question.done.steps[0].loss)
 
@@ -82,7 +94,7 @@ def changed(head: dict[str, Any], *path: Any, to: object) -> dict[str, Any]:
     return copy
 
 
-SENT = question_head(NextBatch(DONE))
+SENT = question_head(NextBatches(DONE))
 WRONG = [
     {},
     {"ask": 3},
@@ -90,6 +102,9 @@ WRONG = [
     {"ask": "next"},
     {**SENT, "more": 1},
     changed(SENT, "stop", to="yes"),
+    changed(SENT, "wants", to=0),
+    changed(SENT, "wants", to=10**9),
+    changed(SENT, "wants", to=True),
     changed(SENT, "done", to=[1]),
     changed(SENT, "done", "steps", to={}),
     changed(SENT, "done", "steps", 0, "number", to=-1),
@@ -116,6 +131,28 @@ def test_what_is_malformed_is_refused_by_name(head: dict[str, Any]) -> None:
         read_question(head)
 
 
+MADE_WRONG: list[Callable[[], Question | Order]] = [
+    lambda: NextBatches(done="x"),  # type: ignore[arg-type]
+    lambda: Settling(done=3),  # type: ignore[arg-type]
+    lambda: Leaving(done=[DONE]),  # type: ignore[arg-type]
+    lambda: NextBatches(replace(DONE, steps=[Step(0, 0.5, 0.1)])),  # type: ignore[arg-type]
+    lambda: NextBatches(replace(DONE, steps=(1,))),  # type: ignore[arg-type]
+    lambda: NextBatches(replace(DONE, peaks=[1])),  # type: ignore[arg-type]
+    lambda: NextBatches(replace(DONE, tally={})),  # type: ignore[arg-type]
+    lambda: HasTested(1, evaluation={"loss": 1.0}),  # type: ignore[arg-type]
+    lambda: Train(()),
+    lambda: Train([Batch(0, 0, 0, 0.1)]),  # type: ignore[arg-type]
+    lambda: Train((3,)),  # type: ignore[arg-type]
+    lambda: HasTested(1, evaluation=Evaluation("low", 1.0, None)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("make", MADE_WRONG, ids=range(len(MADE_WRONG)))
+def test_nor_can_it_be_made(make: Callable[[], Question | Order]) -> None:
+    with pytest.raises(MessageError, match="was not understood"):
+        make()
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -124,16 +161,17 @@ JSON = st.recursive(
 PATHS = [
     ["ask"],
     ["stop"],
+    ["wants"],
     ["done"],
     *(["done", name] for name in ("steps", "applied", "peaks", "tally")),
     *(["done", "steps", 0, name] for name in ("number", "loss", "seconds")),
-    *(["done", "tally", name] for name in question_head(NextBatch(DONE))["done"]["tally"]),
+    *(["done", "tally", name] for name in question_head(NextBatches(DONE))["done"]["tally"]),
 ]
 
 
 @given(path=st.sampled_from(PATHS), value=JSON)
 def test_whatever_arrives_is_a_message_or_a_named_error(path: list[Any], value: object) -> None:
-    head = question_head(NextBatch(DONE))
+    head = question_head(NextBatches(DONE))
     place: Any = head
     for name in path[:-1]:
         place = place[name]

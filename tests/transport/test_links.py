@@ -744,6 +744,26 @@ def test_a_caller_that_talks_nonsense_loses_its_link_and_nothing_else(
     assert "was ended" in caplog.text
 
 
+def test_closing_a_door_waits_for_callers_that_are_just_leaving(
+    guests: Guests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, leaving, go_on = Link.close, threading.Event(), threading.Event()
+
+    def slowly(link: Link) -> None:
+        if threading.current_thread().name.startswith("shoal-link-"):
+            leaving.set()
+            go_on.wait(10)
+        close(link)
+
+    monkeypatch.setattr(Link, "close", slowly)
+    open_door = Door(guests.handle, on_error=guests.note)
+    connect(open_door.address, open_door.token, {}, name="the server").close()
+    assert leaving.wait(10)
+    assert not open_door.close(0.05)
+    go_on.set()
+    assert open_door.close()
+
+
 def test_buffers_that_no_memory_holds_are_refused_before_any_is_taken() -> None:
     with wire() as (near, theirs):
         theirs.sendall(frames._packed({"kind": "push"}, [1 << 62]))

@@ -62,7 +62,10 @@ def in_our_words(said: list[tuple[str, str]]) -> None:
         assert "waited for '" in text, text
 
 
-@pytest.mark.parametrize("seed", range(3))
+ANOTHER_SEED = pytest.param(1, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("seed", [0, ANOTHER_SEED])
 @pytest.mark.parametrize(
     ("fault", "kinds", "words", "cause"),
     [
@@ -82,7 +85,7 @@ def test_one_of_two(
     in_our_words(said)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, ANOTHER_SEED])
 @pytest.mark.parametrize("fault", ["raise", "kill", "freeze"])
 def test_one_of_three(folder: Path, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever notices first goes too, and may be whom the third one loses: the cause is found all the same."""

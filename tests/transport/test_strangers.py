@@ -36,11 +36,10 @@ FILES = 1024
 @pytest.mark.parametrize(
     ("options", "doors", "others"),
     [
-        (["--exchange", "downpour", "--exchange-options", "servers=processes"], 2, 0),
-        (["--exchange", "allreduce"], 1, 2),
-        (["--exchange", "gossip"], 3, 0),
+        pytest.param(["--exchange", "downpour", "--exchange-options", "servers=processes"], 2, 0, id="downpour"),
+        pytest.param(["--exchange", "allreduce"], 1, 2, id="allreduce", marks=pytest.mark.thorough),
+        pytest.param(["--exchange", "gossip"], 3, 0, id="gossip", marks=pytest.mark.thorough),
     ],
-    ids=["downpour", "allreduce", "gossip"],
 )
 def test_strangers_at_every_port_harm_nobody_and_learn_nothing(
     mine: list[str], tmp_path: Path, options: list[str], doors: int, others: int

@@ -71,6 +71,8 @@ def test_going_on_begins_with_what_was_left() -> None:
     again = SharedBudget(6, start=budget.counted + len(budget.left()), again=budget.left())
     assert again.counted == 2
     assert [again.take(0) for _ in range(5)] == [1, 2, 4, 5, None]
+    shorter = SharedBudget(2, start=budget.counted + len(budget.left()), again=budget.left())
+    assert [shorter.take(0), shorter.take(0)] == [1, None]  # nothing beyond the end of a run that was made shorter
 
 
 def test_in_lockstep_every_replica_gets_every_batch() -> None:

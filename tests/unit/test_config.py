@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import Settings, TrainConfig, VerifyConfig, read_recipe
+from shoal.config import PlanConfig, Settings, TrainConfig, VerifyConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.machine import cores
 
@@ -101,6 +101,54 @@ def test_a_recipe_that_is_none(tmp_path: Path, text: str, named: list[str]) -> N
         read_recipe(path)
     for word in [*named, "recipe.yaml"]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"epoch": 3}, {"epochs": -3}, {"lr": "fast"}], ids=str)
+def test_settings_made_in_python_are_refused_in_the_same_words(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as read:
+        TrainConfig.parse(values)
+    with pytest.raises(ConfigError) as made:
+        TrainConfig(**values)
+    assert str(made.value) == str(read.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "replicas", "batch", "told"),
+    [
+        ({"workers": 2, "exchange": "downpour"}, 2, 2, 64, []),
+        ({"workers": 2, "replicas": 1, "exchange": "downpour"}, 2, 1, 64, ["exchanges nothing: give --replicas"]),
+        ({"exchange": "gossip"}, 1, 1, 64, ["gossip with one replica exchanges nothing"]),
+        ({"replicas": 3}, 3, 3, 63, ["--batch 63, which 3 replicas can share equally, instead of 64"]),
+        ({"replicas": 4, "exchange": "backup"}, 4, 4, 63, ["--batch 63"]),
+        ({"replicas": 100, "exchange": "local"}, 100, 100, 100, ["--batch 100"]),
+        ({"workers": 6, "replicas": 3, "batch": 9}, 6, 3, 9, []),
+        ({"workers": 2}, 2, 1, 64, []),
+    ],
+    ids=str,
+)
+def test_what_is_not_given_fits_what_is(
+    given: dict[str, Any], workers: int, replicas: int, batch: int, told: list[str]
+) -> None:
+    config = TrainConfig.parse(given)
+    assert (config.workers, config.replicas, config.batch) == (workers, replicas, batch)
+    assert len(config.decided()) == len(told)
+    assert all(words in line for words, line in zip(told, config.decided(), strict=True))
+    assert TrainConfig.parse(yaml.safe_load(config.to_yaml())) == config  # as a resumed run reads it
+
+
+def test_on_other_workers_what_was_not_given_is_decided_anew() -> None:
+    assert TrainConfig(exchange="downpour").on(3).replicas == 3
+    assert TrainConfig(exchange="downpour", workers=4, replicas=2).on(6).replicas == 2
+
+
+def test_a_batch_that_was_given_must_be_shared_equally() -> None:
+    with pytest.raises(ConfigError, match="batch = 64 is not divided evenly by 3 replicas"):
+        TrainConfig(replicas=3, batch=64)
+
+
+def test_memory_is_a_number_of_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"memory = 'lots' does not work: it should be a number of bytes, alone or"):
+        PlanConfig.parse({"memory": "lots"})
 
 
 def test_recipes_may_be_empty_and_use_dashes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data import ArrayData, Augment, BatchOrder, DataSet, Loader, Part, Task, sequential_batches
+from shoal.data import ArrayData, Augment, BatchOrder, BatchPart, DataSet, Loader, Task, sequential_batches
 from shoal.errors import DataError
 
 
@@ -135,16 +135,16 @@ def test_a_part_is_that_box_of_the_whole_batch(
 ) -> None:
     order = BatchOrder(samples=11, batch=4, seed=3)
     whole = Loader(segments(11), order, augment)
-    part = Loader(segments(11), order, augment, Part(x, y))
+    part = Loader(segments(11), order, augment, BatchPart(x, y))
     for (all_x, all_y), (own_x, own_y) in zip(whole.epoch(2), part.epoch(2), strict=True):
         assert torch.equal(own_x, all_x[x])
         assert torch.equal(own_y, all_y[y])
 
 
 def test_parts_of_sequential_batches_follow_their_size() -> None:
-    def second_half(size: int) -> Part:
+    def second_half(size: int) -> BatchPart:
         rows = slice((size + 1) // 2, size)
-        return Part((rows, slice(0, 1), slice(0, 1), slice(0, 1)), (rows,))
+        return BatchPart((rows, slice(0, 1), slice(0, 1), slice(0, 1)), (rows,))
 
     assert labels(list(sequential_batches(in_memory(7), 4, second_half))) == [[2, 3], [6]]
     assert labels(list(sequential_batches(Slow(7), 4, second_half))) == [[2, 3], [6]]

@@ -416,10 +416,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_models" / "leave.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "own_models" / "typo.py").write_text("def net(:\n")
     (tmp_path / "own_models" / "empty.py").write_text("")
+    (tmp_path / "own_models" / "with-dash.py").write_text(FACTORIES)
+    (tmp_path / "own_models" / "json.py").write_text(FACTORIES)
+    (tmp_path / "own_models" / "beside_it.py").write_text("import the_net\n\n\ndef net():\n    return the_net.net()\n")
+    (tmp_path / "own_models" / "the_net.py").write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Linear(6, 5)\n"
+    )
     (tmp_path / "blocks.py").write_text("from torch import nn\n\n\ndef block():\n    return nn.Linear(5, 5)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("own_models", "blocks")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("own_models", "blocks", "beside_it", "the_net")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
@@ -433,6 +441,13 @@ def test_build_finds_the_working_directory_and_leaves_the_path_alone() -> None:
     before = list(sys.path)
     assert in_features(shoal.zoo.build("own_models.nets:neither", input=(1, 2, 3), classes=9)) == 2
     assert in_features(shoal.zoo.build("own_models.nets:late")) == 5
+    assert sys.path == before
+
+
+def test_build_takes_a_file_with_what_lies_beside_it(folder: Path) -> None:
+    before = list(sys.path)
+    for spec in ("own_models/beside_it.py:net", f"{folder}/own_models/beside_it.py:net", "./own_models/the_net.py:net"):
+        assert in_features(shoal.zoo.build(spec)) == 6
     assert sys.path == before
 
 
@@ -485,29 +500,47 @@ def test_build_refuses_an_option_that_the_factory_lacks(spec: str, remedy: str) 
             "resnet19",
             "there is no model 'resnet19' in the zoo.",
             "Did you mean 'resnet18'? Known: lenet5, alexnet, vgg16, inception_v3, resnet18, resnet50, "
-            "mobilenet_v2, unet, acoustic. A model of your own is given as package.module:factory.",
+            "mobilenet_v2, unet, acoustic. A model of your own is given as package.module:factory, "
+            "or as path/to/file.py:factory.",
         ),
         (
             ":net",
             "the model ':net' lacks a module or a factory.",
-            "A model of your own is given as package.module:factory.",
+            "A model of your own is given as package.module:factory, or as path/to/file.py:factory.",
         ),
         (
             "own_models.nets:",
             "the model 'own_models.nets:' lacks a module or a factory.",
-            "A model of your own is given as package.module:factory.",
+            "A model of your own is given as package.module:factory, or as path/to/file.py:factory.",
         ),
         (
             "own_models.nest:neither",
             "the model 'own_models.nest:neither' cannot be imported: there is no module 'own_models.nest'.",
             "It was looked for in {folder} and among the installed packages. "
-            "A model of your own is given as package.module:factory.",
+            "A model of your own is given as package.module:factory, or as path/to/file.py:factory.",
         ),
         (
             "no_such_package.nets:neither",
             "the model 'no_such_package.nets:neither' cannot be imported: there is no module 'no_such_package'.",
             "It was looked for in {folder} and among the installed packages. "
-            "A model of your own is given as package.module:factory.",
+            "A model of your own is given as package.module:factory, or as path/to/file.py:factory.",
+        ),
+        (
+            "./nothing.py:net",
+            "the model './nothing.py:net' cannot be imported: there is no file 'nothing.py'.",
+            "It was looked for from {folder}. "
+            "A model of your own is given as package.module:factory, or as path/to/file.py:factory.",
+        ),
+        (
+            "own_models/with-dash.py:net",
+            "the model 'own_models/with-dash.py:net' cannot be imported: 'with-dash' is not a name that Python can "
+            "import.",
+            "Rename the file: letters, digits and underscores.",
+        ),
+        (
+            "own_models/json.py:net",
+            "the model 'own_models/json.py:net' cannot be imported: another module is called 'json'.",
+            "Rename the file.",
         ),
         (
             "own_models.needs:net",

@@ -33,10 +33,10 @@ class Packer:
 
     def tensors(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The tensors again, in their order: views."""
-        found: dict[int, Tensor] = {}
+        by_number: dict[int, Tensor] = {}
         for numbers, parts, flat in zip(self._together, self._parts, flats, strict=True):
-            found |= dict(zip(numbers, flat.split_with_sizes(parts), strict=True))
-        return [found[number] for number in sorted(found)]
+            by_number |= dict(zip(numbers, flat.split_with_sizes(parts), strict=True))
+        return [by_number[number] for number in sorted(by_number)]
 
     def packed(self, flats: Sequence[Tensor], *, whole: bool) -> list[Tensor]:
         """Buffers to send."""

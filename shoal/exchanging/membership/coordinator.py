@@ -191,7 +191,7 @@ class Coordinator:
         with self.changed:
             if resting != (replica in self._resting):
                 self._resting ^= {replica}
-                self._tell_members()
+                self._tell_updates()  # peers are not told: they speak with those that rest, too
 
     def close(self) -> None:
         """End all links and threads."""
@@ -470,10 +470,14 @@ class Coordinator:
 
     def _tell_members(self) -> None:
         """Tell who takes part to everybody who needs it: servers, and ranks that have peers."""
+        self._tell_updates()
+        self._tell_peers()
+
+    def _tell_updates(self) -> None:
+        """Tell servers whose gradients make updates."""
         if self._tickets is not None:
             self._tickets.members(self.active(), self._resting)
         self._tell_servers()
-        self._tell_peers()
 
     # Ranks that are told things unasked
 
@@ -500,25 +504,33 @@ class Coordinator:
 
         nothing = lambda: None  # noqa: E731  (whether the rank lives, its pulse tells)
         self._listen(link, hear, nothing, nothing)
+        if inbox is not None:  # whoever lives and does not listen loses the link, listens anew and is told anew
+            link.on_stall = None
 
     def _tell_peers(self) -> None:
-        """Tell every rank that has an inbox where the inboxes of the same rank in the other active replicas are."""
+        """Tell every rank that has an inbox where the inboxes of the same rank in the other active replicas are.
+
+        One that is frozen is told when it is back: what it does not read would fill its link and hold up everybody.
+        """
         there = {
             (member.replica, rank): ear
             for member in self.members.values()
-            if member.state in ("active", "frozen")
+            if member.state == "active"
             for rank, ear in member.ears.items()
             if ear.inbox is not None
         }
-        active = set(self.active())
         for (replica, rank), ear in there.items():
             peers: list[Any] = [
                 [other, list(theirs.inbox or ()), theirs.token]
                 for (other, column), theirs in there.items()
-                if column == rank and other != replica and other in active
+                if column == rank and other != replica
             ]
-            with suppress(LinkError):  # its pulse shows what became of it
+            try:
                 ear.link.send({"peers": peers})
+            except LinkSilent:  # it lives and does not listen
+                ear.link.close()
+            except LinkError:  # its pulse shows what became of it
+                pass
 
     # Servers
 
@@ -603,10 +615,17 @@ class Coordinator:
             "resting": sorted(self._resting),
             "makers": [[version, sorted(replicas)] for version, replicas in makers.items()],
         }
-        for server, _, _ in self._servers.values():
-            if server is not None:
-                with suppress(LinkError):  # the thread that receives from it notices; it is told again when it is back
+        for number, (server, _, _) in self._servers.items():
+            if server is not None and number not in self._frozen_servers:  # such a one is told when it is back
+                with suppress(LinkError):  # the thread that receives from it notices
                     server.send(told)
+
+    def end_servers(self) -> None:
+        """End the servers that are processes, and with them the waits of replicas for their answers."""
+        with self.changed:
+            for server, _, _ in self._servers.values():
+                if server is not None:
+                    server.close()
 
 
 def _bug(error: Exception) -> RunError:

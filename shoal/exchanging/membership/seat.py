@@ -10,7 +10,7 @@ from shoal.exchanging.membership.coordinator import FAILED
 from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.pulse import Pulse
 from shoal.transport import Transport
-from shoal.transport.links import JSON, Address, Frame, Link, LinkLost, connect
+from shoal.transport.links import JSON, Address, Frame, Link, LinkError, LinkLost, connect
 
 
 class Seat:
@@ -32,8 +32,12 @@ class Seat:
         self.waits: Callable[[], bool] = lambda: False
         """Whether this rank waits for other replicas now; told with every sign of life."""
         self._living: tuple[Link, Pulse] | None = None
-        self._listening: tuple[Link, threading.Thread] | None = None
-        """The link on which this rank is told things unasked, if it listens."""
+        self._listening: threading.Thread | None = None
+        """Hears what this rank is told unasked, if it listens."""
+        self._ear: Link
+        """The link on which it does."""
+        self._deaf = threading.Event()
+        """Whether it listens no more."""
 
     def live(self, replica: int) -> None:
         """Begin to give signs of life as a rank of `replica`. The first rank does so on the link that it asks on."""
@@ -52,21 +56,35 @@ class Seat:
         """Call `hear`, in a thread of its own, with whatever the coordinator tells this rank unasked.
 
         `inbox`: where this rank listens to the same rank of other replicas, and what these must know; it is then told
-        of theirs, whenever that changes.
+        of theirs, whenever that changes. If that link is lost while the coordinator is there, it listens anew, and is
+        told again. Of other links, and of the coordinator itself, the link to ask on tells.
         """
         hello: dict[str, JSON] = {"as": "ear", "replica": replica, "rank": self.rank, "inbox": None, "token": ""}
         if inbox is not None:
             hello |= {"inbox": list(inbox[0]), "token": inbox[1]}
-        link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+
+        def ear() -> Link:
+            link = connect(self.meeting.address, self.meeting.token, hello, name="the coordinator")
+            with suppress(LinkLost):  # whoever asks the coordinator is told why it has closed
+                link.give_up_after(self.meeting.timeout)
+            return link
 
         def listening() -> None:
-            with suppress(LinkLost):
+            with suppress(LinkError):
                 while True:
-                    hear(link.receive().head)
+                    try:
+                        hear(self._ear.receive().head)
+                    except LinkLost:
+                        if inbox is None or self._deaf.is_set():
+                            raise
+                        self._ear.close()
+                        self._ear = ear()
+                        if self._deaf.is_set():  # meanwhile
+                            self._ear.close()
 
-        thread = threading.Thread(target=listening, name="shoal-ear", daemon=True)
-        thread.start()
-        self._listening = link, thread
+        self._ear = ear()
+        self._listening = threading.Thread(target=listening, name="shoal-ear", daemon=True)
+        self._listening.start()
 
     def ask(self, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> Frame:
         """The coordinator's answer; only the first rank of a replica asks."""
@@ -115,11 +133,11 @@ class Seat:
             pulse.stop()
 
     def _stop_listening(self) -> None:
+        self._deaf.set()
         if self._listening is not None:
-            link, thread = self._listening
-            link.close()
-            if thread is not threading.current_thread():
-                thread.join(1.0)
+            self._ear.close()
+            if self._listening is not threading.current_thread():
+                self._listening.join(1.0)
 
 
 def take_seat(meeting: Meeting, transport: Transport, replica: int | None, pids: Sequence[int], beat: float) -> Seat:

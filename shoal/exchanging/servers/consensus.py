@@ -6,23 +6,22 @@ Costs       one copy of the shard for each replica, at the server.
 Failure     whoever waits for a replica that is lost or frozen goes on when the server is told of it.
 """
 
-import threading
-
 import torch
 from torch import Tensor
 
-from shoal.errors import PeerError
+from shoal.exchanging.servers.gathering import Gathering
 from shoal.exchanging.servers.shard import Outcome, Push, Shard
 
 
-class Consensus:
+class Consensus(Gathering):
     """Updates when `least` replicas have pushed since the last update, and nobody's push is `delay` updates old.
 
     With delay 0 a replica may be as late as it likes. Whoever pushes waits for the update that its push is part of.
     """
 
     def __init__(self, shard: Shard, *, least: int, delay: int = 0) -> None:
-        self._shard, self._least, self._delay = shard, least, delay
+        super().__init__(shard)
+        self._least, self._delay = least, delay
         self._latest: dict[int, list[Tensor]] = {}
         """What each replica pushed last."""
         self._updates: dict[int, int] = {}
@@ -31,8 +30,6 @@ class Consensus:
         self._members: frozenset[int] | None = None
         """Who takes part; None: whoever pushed."""
         self._resting: frozenset[int] = frozenset()
-        self._changed = threading.Condition()
-        self._closed = False
 
     def members(self, active: frozenset[int], resting: frozenset[int] = frozenset()) -> None:
         """Who takes part from now on. What others pushed is dropped; one that is back counts from its next push.
@@ -46,12 +43,6 @@ class Consensus:
             self._arrived &= active
             self._update_if_due()
 
-    def close(self) -> None:
-        """Wake everybody who waits, with an error."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     def add(self, push: Push, replica: int) -> Outcome:
         """Take what a replica pushed; the outcome has the version of the update that it becomes part of."""
         with self._changed:
@@ -62,14 +53,6 @@ class Consensus:
             self._updates[replica] = version + 1
             self._update_if_due()
             return Outcome(version + 1, max(0, version - push.base))
-
-    def wait(self, version: int, *, applied: bool = True) -> Outcome:
-        """Wait until the shard has this version."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._shard.version >= version)
-            if self._closed:
-                raise PeerError("the server was closed.", "Look at why the run ended.")
-            return Outcome(self._shard.version, 0, applied)
 
     def _update_if_due(self) -> None:
         members = self._members or frozenset(self._latest)

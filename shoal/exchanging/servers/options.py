@@ -44,6 +44,11 @@ class Served(Kind):
         return self.warm_start
 
     @property
+    def drops(self) -> bool:
+        """With `max_staleness`."""
+        return self.max_staleness is not None
+
+    @property
     def push_every(self) -> int:
         """Steps from one push to the next."""
         return self.n_push or self.n_sync or self.period

@@ -6,40 +6,31 @@ Keeps     no update leaves out a replica that was told that it counts, unless th
 Failure   what a replica had pushed to a shard when it was lost counts there, and only there.
 """
 
-import threading
 from collections.abc import Mapping
 
 import torch
 
-from shoal.errors import PeerError
+from shoal.exchanging.servers.gathering import Gathering
 from shoal.exchanging.servers.shard import Outcome, Push, Shard
 
 
-class Rounds:
+class Rounds(Gathering):
     """Adds up gradients until all that make a version's update are there, applies their mean, wakes those who wait."""
 
     def __init__(self, shard: Shard, wanted: int | None) -> None:
         """`wanted`: how many make every update; None where `made_by` says whose."""
-        self._shard = shard
+        super().__init__(shard)
         self._wanted = wanted
         self._makers: Mapping[int, frozenset[int]] = {}
         self._sums = [torch.zeros_like(weight) for weight in shard.weights]
         self._arrived: set[int] = set()
         self._rate = 0.0
-        self._changed = threading.Condition()
-        self._closed = False
 
     def made_by(self, makers: Mapping[int, frozenset[int]]) -> None:
         """Whose gradients make the updates of certain versions; that of a version that is not there waits."""
         with self._changed:
             self._makers = makers
             self._apply_if_complete()
-
-    def close(self) -> None:
-        """Wake everybody who waits, with an error."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
     def add(self, push: Push, replica: int) -> Outcome:
         """Take a gradient; the outcome has the version of the update that it is part of, or that replaced it."""
@@ -51,14 +42,6 @@ class Rounds:
                 self._rate = max(self._rate, push.rate)  # gradients may arrive in any order
                 self._apply_if_complete()
             return Outcome(push.base + 1, 0, applied)
-
-    def wait(self, version: int, *, applied: bool = True) -> Outcome:
-        """Wait until the shard has this version."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._shard.version >= version)
-            if self._closed:
-                raise PeerError("the server was closed.", "Look at why the run ended.")
-            return Outcome(self._shard.version, 0, applied)
 
     def _is_complete(self) -> bool:
         if self._wanted is not None:

@@ -22,6 +22,7 @@ from shoal.exchanging.compression.codecs import DENSITY, Codec, CodecName, make_
 from shoal.exchanging.compression.packing import Packer
 from shoal.exchanging.compression.residual import Residual, of_one_kind
 from shoal.exchanging.servers.consensus import Consensus
+from shoal.exchanging.servers.gathering import Gathering
 from shoal.exchanging.servers.rounds import Rounds
 from shoal.exchanging.servers.rules import RuleName, StalenessKind, make_rule
 from shoal.exchanging.servers.shard import Outcome, Policy, Push, Shard, Snapshot, copy_all, empty_shard
@@ -179,7 +180,7 @@ class _Held:
     """A buffer for the weights and the rule's state, which all replicas bring at once at first and take at once at the
     end."""
     begun: threading.Event = field(default_factory=threading.Event)
-    rounds: Rounds | Consensus | None = None
+    gathering: Gathering | None = None
 
 
 class Server:
@@ -204,22 +205,22 @@ class Server:
         with self._lock:
             self._makers = makers
             for held in self._held.values():
-                if isinstance(held.rounds, Rounds):
-                    held.rounds.made_by(makers)
+                if held.gathering is not None:
+                    held.gathering.made_by(makers)
 
     def members(self, active: frozenset[int], resting: frozenset[int]) -> None:
         """Who takes part from now on, and who of them has nothing to do."""
         with self._lock:
             self._members = active, resting
             for held in self._held.values():
-                if isinstance(held.rounds, Consensus):
-                    held.rounds.members(active, resting)
+                if held.gathering is not None:
+                    held.gathering.members(active, resting)
 
     def close(self) -> None:
         """Let nobody in any more and end all threads."""
         for held in self._held.values():
-            if held.rounds is not None:
-                held.rounds.close()
+            if held.gathering is not None:
+                held.gathering.close()
             held.begun.set()
         self._door.close()
 
@@ -242,8 +243,8 @@ class Server:
                 remembered = shard.state[: shard.policy.rule.states]
                 all_of_it = [*shard.weights, *(tensor for kept in remembered for tensor in kept)]
                 whole = Buffers(all_of_it, most=1, keep=False)
-                rounds = self._rounds(shard, terms)
-                self._held[key] = _Held(shard, terms, Buffers(shard.weights), whole, rounds=rounds)
+                gathering = self._gathering(shard, terms)
+                self._held[key] = _Held(shard, terms, Buffers(shard.weights), whole, gathering=gathering)
             held = self._held[key]
         if held.terms != terms:
             raise PeerError(
@@ -251,18 +252,19 @@ class Server:
             )
         return held
 
-    def _rounds(self, shard: Shard, terms: Terms) -> Rounds | Consensus | None:
+    def _gathering(self, shard: Shard, terms: Terms) -> Gathering | None:
         """What makes pushes wait for each other, if they do."""
+        gathering: Gathering
         if terms.rule == CONSENSUS:
-            consensus = Consensus(shard, least=max(1, terms.wanted), delay=terms.delay)
-            if self._members is not None:
-                consensus.members(*self._members)
-            return consensus
-        if not (terms.wanted or terms.by_tickets):
+            gathering = Consensus(shard, least=max(1, terms.wanted), delay=terms.delay)
+        elif terms.wanted or terms.by_tickets:
+            gathering = Rounds(shard, None if terms.by_tickets else terms.wanted)
+        else:
             return None
-        rounds = Rounds(shard, None if terms.by_tickets else terms.wanted)
-        rounds.made_by(self._makers)
-        return rounds
+        gathering.made_by(self._makers)
+        if self._members is not None:
+            gathering.members(*self._members)
+        return gathering
 
 
 class _Desk:
@@ -332,17 +334,15 @@ class _Desk:
             self._mirror = Mirror(Selector(**self._held.terms.back), weights)
 
     def _apply(self, head: Mapping[str, Any]) -> Outcome:
-        """Apply what is pushed, if anything; with rounds, wait for the update that it is part of."""
-        shard, rounds = self._held.shard, self._held.rounds
+        """Apply what is pushed, if anything; where pushes wait for each other, wait for the update that has it."""
+        shard, gathering = self._held.shard, self._held.gathering
         if head.get("kind") is None:
-            return Outcome(shard.version) if rounds is None else rounds.wait(fields.integer(head, "at_least"))
+            return Outcome(shard.version) if gathering is None else gathering.wait(fields.integer(head, "at_least"))
         with self._pushed(head) as push:
-            match rounds:
-                case None:
-                    outcome = shard.push_and_fetch(push, None)
-                case Rounds() | Consensus():
-                    outcome = rounds.add(push, self._replica)
-        return outcome if rounds is None else rounds.wait(outcome.version, applied=outcome.applied)
+            if gathering is None:
+                return shard.push_and_fetch(push, None)
+            outcome = gathering.add(push, self._replica)
+        return gathering.wait(outcome.version, applied=outcome.applied)
 
     @contextmanager
     def _pushed(self, head: Mapping[str, Any]) -> Iterator[Push]:

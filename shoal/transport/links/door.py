@@ -74,6 +74,8 @@ class Door:
         self.address: Address = (name, number)
         """Host and port where it listens; of no use to others where host is 0.0.0.0: see `own_address`."""
         self._guests: dict[threading.Thread, Link] = {}
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        """Of all guests, also of those who have left: such a thread lives for a moment longer."""
         self._kept: weakref.WeakSet[Link] = weakref.WeakSet()
         """Links whose handler returned True: somebody else receives from them."""
         self._changing = threading.Lock()
@@ -93,13 +95,13 @@ class Door:
         """
         with self._changing:
             self._closed = True
-            guests, kept = dict(self._guests), list(self._kept)
+            links, threads = [*self._guests.values(), *self._kept], list(self._threads)
         with suppress(OSError):  # closed before
             self._wake.send(b"!")
-        for link in (*guests.values(), *kept):
+        for link in links:
             link.close()
         deadline = time.monotonic() + seconds
-        others = [thread for thread in (self._porter, *guests) if thread is not threading.current_thread()]
+        others = [thread for thread in (self._porter, *threads) if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self._porter.is_alive():
@@ -171,6 +173,7 @@ class Door:
                 return
             thread.start()
             self._guests[thread] = link
+            self._threads.add(thread)
 
     def _attend(self, link: Link, hello: dict[str, Any]) -> None:
         """The life of a caller's thread."""

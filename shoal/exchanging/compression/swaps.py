@@ -9,7 +9,7 @@ Keeps     what one end gains the other loses, whatever the codec leaves out: the
           size is needed for it to be stable. With a codec that loses nothing both are in the middle.
 Costs     a copy of the weights (z) at each end. The first message of a pair, and the first after one that may have been
           lost, are whole: then z is the middle.
-Failure   where an answer was lost, the end that gave it has moved and the other has not. Exchanges have names; with the
+Failure   where an answer was lost, the end that gave it has moved and the other has not. Swaps have names; with the
           next whole message both say which was their last, and whoever is ahead takes its last move back. Until then
           the mean of the two is off by that move; for good where one of them is gone. Both may ask at once: then the
           higher number is refused.
@@ -28,13 +28,13 @@ class Said:
     """What one end says to the other, or answers."""
 
     name: str
-    """Of the exchange that it is part of."""
+    """Of the swap that it is part of."""
     turn: int
-    """How many exchanges the end that asks has asked for, with this one."""
+    """How many swaps the end that asks has asked for, with this one."""
     last: str
-    """In a question the last exchange that the end that asks was part of; in an answer the last that both were."""
+    """In a question the last swap that the end that asks was part of; in an answer the last that both were."""
     before: str
-    """In a question the exchange before that one; in an answer nothing."""
+    """In a question the swap before that one; in an answer nothing."""
     whole: bool
     buffers: Sequence[Tensor]
 
@@ -49,14 +49,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Told:
-    """What the other end and this one said in an exchange."""
+    """What the other end and this one said in a swap."""
 
     theirs: Sequence[Tensor]
     own: Sequence[Tensor]
     whole: bool
 
 
-class Meetings:
+class Swaps:
     """One end's side of a pair of replicas, whose numbers are `own` and `peer`.
 
     `ask` and `answer` take a copy of this end's weights, as flats, which they keep: nobody may change it. `answer` and
@@ -69,13 +69,13 @@ class Meetings:
         """What both ends know; None where the next message must be whole."""
         self._last = self._before = ""
         self._unsure: _Told | None = None
-        """The last exchange, where this end answered and does not know yet whether that arrived."""
+        """The last swap, where this end answered and does not know yet whether that arrived."""
         self._asked: Said | None = None
         self._turns = self._turns_heard = 0
-        """How many exchanges this end asked for, and the other: an older question comes too late."""
+        """How many swaps this end asked for, and the other: an older question comes too late."""
 
     def ask(self, weights: Sequence[Tensor]) -> Said:
-        """Begin an exchange; then comes `hear` or `lose`."""
+        """Begin a swap; then comes `hear` or `lose`."""
         self._turns += 1
         whole = self._middle is None
         buffers = self._packer.packed(self._news(weights), whole=whole)
@@ -84,7 +84,7 @@ class Meetings:
         return self._asked
 
     def answer(self, said: Said, weights: Sequence[Tensor]) -> tuple[Said | Refusal, list[Tensor]]:
-        """Take part in an exchange that the other end began: the answer, and the change of these weights.
+        """Take part in a swap that the other end began: the answer, and the change of these weights.
 
         A `ValueError`, with nothing changed, where the message cannot be.
         """
@@ -113,7 +113,7 @@ class Meetings:
         if (answer.name, answer.whole) != (asked.name, asked.whole):
             raise ValueError(f"an answer to {answer.name!r}, where {asked.name!r} was asked")
         theirs, own = (self._packer.unpacked(buffers, whole=asked.whole) for buffers in (answer.buffers, asked.buffers))
-        if asked.whole:  # another exchange may have set what both knew meanwhile
+        if asked.whole:  # another swap may have set what both knew meanwhile
             self._middle = None
         back = self._taken_back() if answer.last == self._before != self._last else []
         self._asked = self._unsure = None
@@ -124,7 +124,7 @@ class Meetings:
         self._asked = self._middle = None
 
     def _refusal(self, said: Said) -> Refusal | None:
-        """Why this end cannot take part in an exchange now; None where it can."""
+        """Why this end cannot take part in a swap now; None where it can."""
         if said.turn <= self._turns_heard:  # the other end gave it up and has asked again since
             return Refusal(whole=False)
         # Both asked: the lower number refuses. The higher one can answer, since its own question will be refused,
@@ -134,7 +134,7 @@ class Meetings:
         same = self._middle is not None and said.last == self._last
         if same or (said.whole and self._agreed(said) is not None):
             return None
-        # It may have been asked before an exchange that both know of by now: then all is well.
+        # It may have been asked before a swap that both know of by now: then all is well.
         overtaken = self._unsure is None and said.last == self._before
         return Refusal(whole=not overtaken)
 
@@ -145,7 +145,7 @@ class Meetings:
         return [weight - known for weight, known in zip(weights, self._middle, strict=True)]
 
     def _agreed(self, said: Said) -> str | None:
-        """The last exchange that both ends were part of: this end's last one, unless it is ahead; None if neither."""
+        """The last swap that both ends were part of: this end's last one, unless it is ahead; None if neither."""
         known = (said.last, said.before)
         if self._last in known:
             return self._last

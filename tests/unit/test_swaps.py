@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoal.exchanging.compression import make_codec
 from shoal.exchanging.compression.codecs import CodecName
-from shoal.exchanging.compression.meeting import Meetings, Refusal, Said
 from shoal.exchanging.compression.packing import Packer
+from shoal.exchanging.compression.swaps import Refusal, Said, Swaps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,7 +69,7 @@ class World:
     def __post_init__(self) -> None:
         packer = Packer(make_codec(self.codec, 0.05), SIZES, KINDS)
         self.weights = [packer.flats(drawn(end)) for end in range(self.ends)]
-        self.pairs = {(a, b): Meetings(packer, a, b) for a in range(self.ends) for b in range(self.ends) if a != b}
+        self.pairs = {(a, b): Swaps(packer, a, b) for a in range(self.ends) for b in range(self.ends) if a != b}
 
     def add(self, end: int, change: list[Tensor]) -> None:
         if change:

@@ -26,7 +26,7 @@ class Windowed(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A box of the samples (sample, channel, space) and one of the labels (sample, and space to segment).
 
     Costs what it reads: samples outside both boxes are not touched, pixels outside the window neither where the data
