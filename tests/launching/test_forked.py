@@ -31,7 +31,7 @@ def _helper_of_our_own() -> Iterator[None]:
 
     It is put aside and not ended: processes that those tests keep are forked from it, and it ends after they do.
     """
-    server, theirs = vars(forkserver._forkserver), forked._loaded_with  # type: ignore[attr-defined]
+    server, theirs = vars(forkserver._forkserver), forked._loaded_with
     aside = dict(server)
     server.update(vars(forkserver.ForkServer()))
     forked._loaded_with = None
