@@ -9,7 +9,7 @@ from typing import Any
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
-from shoal.exchanging import Meeting
+from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
 from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_all
 from shoal.machine import threads_each
@@ -19,7 +19,7 @@ from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
 from shoal.training import checkpoint
-from shoal.training.job import load_whole
+from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
@@ -218,6 +218,9 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainCo
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
     splits, _, model = load_whole(alone)
+    if config.optimizer != "sgd" or config.optimizer_options:  # of SGD servers can do all that it is told otherwise
+        assert isinstance(options, Kind)
+        options.taken_over(make_optimizer(alone, model.parameters()))
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,
