@@ -39,12 +39,16 @@ class FolderData:
     prefetch = True
     task: Task = "classify"
 
-    def __init__(self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None) -> None:
+    def __init__(
+        self, listing: Listing, *, class_names: Sequence[str], shape: tuple[int, ...], norm: Norm | None = None
+    ) -> None:
         self._files, labels = listing
         self._labels = torch.from_numpy(labels)
-        self.classes = classes
+        self.class_names = tuple(class_names)
+        self.classes = len(self.class_names)
         self.shape = shape
         self.norm = norm or self._measure()
+        self.preparation = self.norm.after("bytes", shape)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -85,8 +89,8 @@ def load_folder(path: Path, *, shape: tuple[int, ...] | None = None) -> Splits:
             f"images cannot be brought to the shape {shape}.",
             "Give channels,height,width with 1 channel (grey) or 3 (RGB), for example 3,224,224.",
         )
-    first = FolderData(train, classes=len(names), shape=shape)
-    second = FolderData(test, classes=len(names), shape=shape, norm=first.norm)
+    first = FolderData(train, class_names=names, shape=shape)
+    second = FolderData(test, class_names=names, shape=shape, norm=first.norm)
     return Splits(f"folder:{path}", first, second, str(path))
 
 

@@ -45,6 +45,8 @@ def test_sets_to_classify(name: str, train: int, test: int, shape: tuple[int, ..
     for part, samples in ((splits.train, train), (splits.test, test)):
         assert (len(part), part.shape, part.classes, part.task) == (samples, shape, classes, "classify")
         assert not part.prefetch
+        assert len(set(part.class_names)) == classes
+        assert (part.preparation.values, part.preparation.shape) == ("bytes", shape)
         x, y = part.batch(np.arange(0, samples, 7, dtype=np.int64))
         assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
         assert x.shape == (len(y), *shape)
@@ -66,6 +68,13 @@ def test_nuclei_are_segmented() -> None:
     x, _ = all_of(part)
     assert abs(float(x.mean())) < 1e-3
     assert abs(float(x.std()) - 1) < 1e-3
+
+
+def test_classes_have_the_names_that_people_use() -> None:
+    assert data.load("digits").test.class_names == tuple("0123456789")
+    for name, last in (("fashion-mnist", "Ankle boot"), ("pets32", "yorkshire_terrier"), ("nuclei", "nucleus")):
+        if data.where(name)[0].found is not None:
+            assert data.load(name).test.class_names[-1] == last
 
 
 def test_digits_are_split_evenly_and_always_alike() -> None:
