@@ -192,6 +192,6 @@ def _pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise DataError(
-            "reading images needs Pillow, which is not installed.", "Install it: pip install 'shoal[images]'"
+            "reading images needs Pillow, which is not installed.", "Install it: pip install pillow"
         ) from error
     return Image
