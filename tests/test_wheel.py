@@ -1,6 +1,7 @@
 """The package as others get it: the wheel builds, holds every file that the code reads, and works once installed."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,3 +94,13 @@ def test_commits_are_checked_as_make_check_does() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in local["hooks"]]
     assert [f".venv/bin/{check}" for check in checks] == entries
+
+
+def test_nobody_is_told_to_install_another_project_of_our_name() -> None:
+    """`shoal` on the public index is not ours."""
+    texts = [file for folder in ("shoal", "docs", "examples") for file in (ROOT / folder).rglob("*.*")]
+    texts = [file for file in texts if file.suffix in (".py", ".md", ".yaml")] + [ROOT / "README.md", ROOT / "Makefile"]
+    assert len(texts) > 100
+    told = re.compile(r"pip install [^\n`]*\bshoal(\[|\s|$|'|\")")
+    assert told.search("pip install 'shoal[images]'")
+    assert [file.name for file in texts if told.search(file.read_text(encoding="utf-8"))] == []
