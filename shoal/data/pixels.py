@@ -147,24 +147,24 @@ def unreadable(file: Path, error: Exception) -> DataError:
 
 
 def pillow() -> Any:
-    """The module that reads images; a `DataError` that names the extra where it is missing."""
+    """The module that reads images; a `DataError` that names it where it is missing."""
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError(
-            "reading images needs Pillow, which is not installed.", "Install it: pip install 'shoal[images]'"
+            "reading images needs Pillow, which is not installed.", "Install it: pip install pillow"
         ) from error
     return Image
 
 
 def tiffs() -> Any:
-    """The module that reads what Pillow cannot of a TIFF; a `DataError` that names the extra where it is missing."""
+    """The module that reads what Pillow cannot of a TIFF; a `DataError` that names it where it is missing."""
     try:
         import tifffile
     except ImportError as error:
         raise DataError(
             "reading such a TIFF needs tifffile, which is not installed.",
-            "Install it: pip install 'shoal[large-images]'",
+            "Install it: pip install tifffile zarr",
         ) from error
     return tifffile
 

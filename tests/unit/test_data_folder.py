@@ -196,7 +196,7 @@ def test_parts_that_are_refused(tmp_path: Path) -> None:
         data.load(f"folder:{tmp_path}")
 
 
-def test_without_pillow_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'shoal\[images\]'"):
+    with pytest.raises(DataError, match=r"pip install pillow"):
         data.load(f"folder:{folder}")
