@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "optimizers"),
+    *("exchanges", "inference", "optimizers"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "optimizers": {"errors"},
     "config": {"errors", "machine", "units", "exchanges", "optimizers"},
     "result": {"_version"},
+    "inference": {"errors"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
     "timings": {"errors", "files", "cluster"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
-    "data": {"errors", "files", "units"},
+    "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
     "exchanging": {"errors", "exchanges", "traffic", "transport"},
     "training": NOUNS

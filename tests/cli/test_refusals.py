@@ -135,7 +135,7 @@ def test_a_loss_that_is_no_number_is_a_failed_run(shoal: Shoal, tiny: str) -> No
     [
         (
             "--exchange sync --optimizer adam",
-            ["as SGD, and cannot do what Adam does", "--optimizer sgd", "'allreduce'"],
+            ["as SGD, and cannot do what Adam", "--optimizer sgd", "'allreduce'"],
         ),
         ("--exchange downpour --optimizer adagrad", ["as SGD, and cannot do what Adagrad does", "rule='add'"]),
         ("--exchange hogwild --optimizer-options nesterov=true", ["cannot do nesterov=True of SGD", "'allreduce'"]),
