@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    "exchanges",
+    *("exchanges", "inference", "optimizers"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -24,8 +24,10 @@ ALLOWED: dict[str, set[str]] = {
     "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
     "exchanges": {"errors"},
-    "config": {"errors", "machine", "units", "exchanges"},
+    "optimizers": {"errors"},
+    "config": {"errors", "machine", "units", "exchanges", "optimizers"},
     "result": {"_version"},
+    "inference": {"errors"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
     "timings": {"errors", "files", "cluster"},
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
-    "data": {"errors", "files", "units"},
+    "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
     "exchanging": {"errors", "exchanges", "traffic", "transport"},
     "training": NOUNS

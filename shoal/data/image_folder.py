@@ -3,15 +3,12 @@
 Layout    PATH/train/CLASS/* and PATH/test/CLASS/* (or val), or PATH/CLASS/* with every fifth image of each
           class as test. Classes are numbered in the order of their names.
 Reading   images are listed at the start and decoded batch by batch, in a few threads, converted to grey or
-          RGB and resized. 16-bit grey loses its lower byte.
+          RGB and resized. `pixels.py` says which files are read and what becomes of their values.
 Failure   an image that cannot be read fails the batch that holds it, by name.
 """
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.dataset import Norm, Splits, Task, every_fifth
+from shoal.data.pixels import decode, image_shape, images_below, in_threads, kind_of_values, measure, pillow
 from shoal.errors import DataError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 TEST_NAMES = ("test", "val")
-THREADS = 4  # decoding releases the interpreter's lock; more threads gain little
-MEASURED = 128  # images from which mean and deviation are measured
 LAYOUT = "Arrange the images as PATH/CLASS/*.png, or as PATH/train/CLASS/*.png and PATH/test/CLASS/*.png."
 
 Listing = tuple[list[Path], NDArray[np.int64]]
@@ -39,42 +31,30 @@ class FolderData:
     prefetch = True
     task: Task = "classify"
 
-    def __init__(self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None) -> None:
+    def __init__(
+        self, listing: Listing, *, class_names: Sequence[str], shape: tuple[int, ...], norm: Norm | None = None
+    ) -> None:
         self._files, labels = listing
         self._labels = torch.from_numpy(labels)
-        self.classes = classes
+        self.class_names = tuple(class_names)
+        self.classes = len(self.class_names)
         self.shape = shape
-        self.norm = norm or self._measure()
+        self.norm = norm or measure(self._files, shape)
+        self.preparation = self.norm.after(kind_of_values(self._files), shape)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """See `DataSet.batch`. `DataError` names the image that cannot be read."""
-        pixels = self._decode([self._files[i] for i in indices])
+        pixels = in_threads(lambda file: decode(file, self.shape), [self._files[i] for i in indices])
         x = torch.from_numpy(np.stack(pixels)).float()
         return self.norm.apply_(x), self._labels[torch.from_numpy(indices)]
-
-    def _decode(self, files: Sequence[Path]) -> list[NDArray[np.uint8]]:
-        # A pool for each batch: starting four threads is cheap beside decoding, and none is ever left over.
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            return list(pool.map(lambda file: decode(file, self.shape), files))
-
-    def _measure(self) -> Norm:
-        """From images spread evenly over the split. One that cannot be read is left to fail its own batch."""
-        step = max(1, -(-len(self._files) // MEASURED))
-        pixels = []
-        for file in self._files[::step]:
-            try:
-                pixels.append(decode(file, self.shape))
-            except DataError:
-                continue
-        return Norm.of(np.stack(pixels)) if pixels else Norm((0.0,) * self.shape[0], (255.0,) * self.shape[0])
 
 
 def load_folder(path: Path, *, shape: tuple[int, ...] | None = None) -> Splits:
     """Both splits. `shape` is (1 or 3, height, width), by default the first image's."""
-    _pillow()
+    pillow()
     if not path.is_dir():
         raise DataError(f"there is no folder {path}.", "Check the path after folder:.")
     names, train, test = _list(path)
@@ -85,8 +65,8 @@ def load_folder(path: Path, *, shape: tuple[int, ...] | None = None) -> Splits:
             f"images cannot be brought to the shape {shape}.",
             "Give channels,height,width with 1 channel (grey) or 3 (RGB), for example 3,224,224.",
         )
-    first = FolderData(train, classes=len(names), shape=shape)
-    second = FolderData(test, classes=len(names), shape=shape, norm=first.norm)
+    first = FolderData(train, class_names=names, shape=shape)
+    second = FolderData(test, class_names=names, shape=shape, norm=first.norm)
     return Splits(f"folder:{path}", first, second, str(path))
 
 
@@ -133,65 +113,7 @@ def _files(folder: Path, names: Sequence[str]) -> Listing:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        images = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
-        images = [file for file in images if not file.name.startswith(".")]
+        images = images_below(folder / name)
         files += images
         labels += [label] * len(images)
     return files, np.array(labels, dtype=np.int64)
-
-
-def image_shape(file: Path) -> tuple[int, ...]:
-    """(channels, height, width) of an image, from its header alone."""
-    with _open(file) as image:
-        return (1 if _is_grey(image) else 3, image.height, image.width)
-
-
-def decode(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An image as (C, H, W) bytes of the given shape; `DataError` names a file that cannot be read."""
-    channels, height, width = shape
-    mode = "L" if channels == 1 else "RGB"
-    image_module = _pillow()
-    try:
-        with _open(file) as image:
-            image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
-            eight_bit = _high_byte(image) if image.mode.startswith("I") else image
-            scaled = eight_bit.convert(mode).resize((width, height), image_module.Resampling.BILINEAR)
-    except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
-        raise _unreadable(file, error) from error
-    pixels = np.asarray(scaled, dtype=np.uint8)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _open(file: Path) -> "Image":
-    image_module = _pillow()
-    try:
-        image: Image = image_module.open(file)
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-        raise _unreadable(file, error) from error
-    return image
-
-
-def _is_grey(image: "Image") -> bool:
-    return image.mode in ("1", "L", "LA", "La", "F") or image.mode.startswith("I")
-
-
-def _high_byte(image: "Image") -> "Image":
-    """16-bit grey as 8-bit; Pillow's own conversion would clip nearly everything to white."""
-    image_module = _pillow()
-    wide = np.asarray(image)
-    converted: Image = image_module.fromarray(np.clip(wide >> 8, 0, 255).astype(np.uint8))
-    return converted
-
-
-def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it.")
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(
-            "reading images needs Pillow, which is not installed.", "Install it: pip install 'shoal[images]'"
-        ) from error
-    return Image

@@ -10,6 +10,7 @@ from shoal.data.digits import load_digits
 from shoal.data.fashion import load_fashion
 from shoal.data.image_folder import load_folder
 from shoal.data.npz import load_npz
+from shoal.data.pairs import load_pairs
 from shoal.data.prepared import load_audiomnist, load_nuclei, load_pets32
 from shoal.data.resized import Resized
 from shoal.data.synthetic import load_synthetic
@@ -34,10 +35,12 @@ def load(spec: str, *, shape: tuple[int, ...] | None = None, classes: int | None
     name, colon, argument = spec.partition(":")
     if name == "synthetic":
         return load_synthetic(argument, shape=shape or (3, 32, 32), classes=classes or 10, seed=seed)
-    if name in ("folder", "npz"):
+    if name in ("folder", "npz", "pairs"):
         path = _path(spec, argument)
         if name == "npz":
             return _fit(load_npz(path, shape=shape, classes=classes), shape, classes)
+        if name == "pairs":
+            return load_pairs(path, shape=shape, classes=classes)
         return _fit(load_folder(path, shape=shape), shape, classes)
     known = default_name() if name == "default" else name
     if known not in FIXED:

@@ -10,6 +10,7 @@ import torch
 
 from shoal import data
 from shoal.data import BatchOrder, Loader
+from shoal.data.pixels import decode, image_shape
 from shoal.errors import DataError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -36,7 +37,7 @@ def test_every_fifth_image_of_each_class_is_a_test_image(folder: Path) -> None:
     (folder / "dog" / "._0.png").write_bytes(b"left by a file manager")
     splits = data.load(f"folder:{folder}")
     train, test = splits.train, splits.test
-    assert (len(train), len(test), train.classes) == (16, 4, 2)
+    assert (len(train), len(test), train.class_names) == (16, 4, ("cat", "dog"))
     assert (train.shape, train.task, train.prefetch) == ((3, 6, 8), "classify", True)
     x, y = train.batch(data.first_indices(16))
     assert (x.dtype, y.dtype, x.shape) == (torch.float32, torch.int64, (16, 3, 6, 8))
@@ -83,11 +84,58 @@ def test_images_are_brought_to_a_given_shape(folder: Path) -> None:
         data.load(f"folder:{folder}", classes=5)
 
 
-def test_sixteen_bits_keep_their_range(folder: Path) -> None:
-    ramp = np.arange(48, dtype=np.uint16).reshape(6, 8) * 1300
-    Image.fromarray(ramp).save(folder / "cat" / "0.png")
-    x, _ = data.load(f"folder:{folder}").train.batch(data.first_indices(1))
-    assert x.flatten().diff().min() > 0
+RAMP = np.arange(48).reshape(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "read"),
+    [
+        ("0.png", RAMP.astype(np.uint8), RAMP),
+        ("0.tif", RAMP.astype(np.uint8), RAMP),
+        ("0.png", RAMP.astype(np.uint16) + 30_000, (RAMP + 30_000) / 257),  # the lower byte too
+        ("0.tif", RAMP.astype(np.uint16) + 30_000, (RAMP + 30_000) / 257),
+        ("0.tif", RAMP.astype(np.float32) - 0.5, RAMP - 0.5),
+        ("0.npy", RAMP.astype(np.uint8), RAMP),
+        ("0.npy", RAMP.astype(np.uint16) + 30_000, (RAMP + 30_000) / 257),
+        ("0.npy", RAMP.astype(np.float64)[..., None] - 0.5, RAMP - 0.5),
+    ],
+)
+def test_no_bit_of_a_value_is_lost(name: str, stored: np.ndarray, read: np.ndarray, folder: Path) -> None:
+    (folder / "cat" / "0.png").unlink()
+    file = folder / "cat" / name
+    if name.endswith(".npy"):
+        np.save(file, stored)
+    else:
+        Image.fromarray(stored).save(file)
+    train = data.load(f"folder:{folder}").train
+    assert train.shape == (1, 6, 8)
+    assert image_shape(file) == (1, 6, 8)
+    np.testing.assert_allclose(decode(file, (1, 6, 8))[0], read, rtol=1e-6)
+    x, _ = train.batch(data.first_indices(16))
+    assert x[0].flatten().diff().min() > 0
+    assert decode(file, (3, 12, 10)).shape == (3, 12, 10)
+
+
+def test_colours_of_sixteen_bits_are_read_whole_from_tiff(tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    colours = (np.arange(6 * 8 * 3).reshape(6, 8, 3) + 30_000).astype(np.uint16)
+    tifffile.imwrite(tmp_path / "x.tif", colours, photometric="rgb")
+    np.testing.assert_allclose(decode(tmp_path / "x.tif", (3, 6, 8)), colours.transpose(2, 0, 1) / 257, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros((3, 5, 3)), "not surely an image"),
+        (np.zeros((6, 8), complex), "complex128, not real numbers"),
+        (np.full((6, 8), np.nan), "NaN or infinity"),
+        (np.zeros((4, 6, 8)), "has 4 channels, which cannot become 3"),
+    ],
+)
+def test_arrays_that_are_refused(array: np.ndarray, said: str, folder: Path) -> None:
+    np.save(folder / "cat" / "00.npy", array)  # the second of its class: the first one tells the shape
+    with pytest.raises(DataError, match=said):
+        data.load(f"folder:{folder}").train.batch(data.first_indices(16))
 
 
 def test_a_corrupt_image_fails_its_batch_by_name(folder: Path) -> None:
@@ -148,7 +196,7 @@ def test_parts_that_are_refused(tmp_path: Path) -> None:
         data.load(f"folder:{tmp_path}")
 
 
-def test_without_pillow_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'shoal\[images\]'"):
+    with pytest.raises(DataError, match=r"pip install pillow"):
         data.load(f"folder:{folder}")
