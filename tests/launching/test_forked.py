@@ -109,7 +109,7 @@ def test_ranks_have_the_shoal_that_their_program_found(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(root / name)
     script = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom shoal.launching import run\n"
     script += "from tests.launching import jobs\nprint(*run(jobs.home_of_shoal, workers=1))"
-    command = [sys.executable, "-c", script, tmp_path]
+    command = [sys.executable, "-c", script, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd="/")
     assert ran.stdout.strip() == str(tmp_path / "shoal")
 
