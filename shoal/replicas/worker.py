@@ -294,7 +294,7 @@ class _Life:
             with job.tested():
                 if order.evaluate:
                     tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
-                whole = job.network.whole() if order.last else None
+                whole = job.network.whole() if order.wants_weights(tested) else None
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
             states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []
         self._tell(HasTested(order.after, tested), [*states, *weights])
