@@ -4,18 +4,19 @@ Whatever can be wrong with the user's input is found here: model, data, sizes, d
 can be trained.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from shoal import data, planning, zoo
+from shoal import data, planning
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.errors import ConfigError, ModelError
 from shoal.machine import threads_each
 from shoal.training.network import Network, on_one_device
+from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -28,10 +29,11 @@ class Job:
     """With every `auto` and `default` replaced by what it stood for."""
     splits: Splits
     network: Network
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     loader: Loader
     """Gives this rank's part of every training batch."""
     device: torch.device
+    own: OwnObjects = NO_OBJECTS
 
     @property
     def total_steps(self) -> int:
@@ -42,11 +44,12 @@ class Job:
 def prepare(
     config: TrainConfig,
     transport: Transport,
+    own: OwnObjects = NO_OBJECTS,
     *,
     ranks_here: int | None = None,
     planning_progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Job:
-    """Build what `config` asks for, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
+    """Build what `config` asks for, and `own` has, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
 
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
     this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
@@ -55,48 +58,63 @@ def prepare(
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
-    splits, loader, model = agree(transport, lambda: load_whole(config))
+    splits, loader, model = agree(transport, lambda: load_whole(config, own))
+    _check_weights(transport, own)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
-    network = on_one_device(model, config.plan)
+    network = on_one_device(model, config.plan, own.loss_on(device))
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
-        network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits), planning_progress)
+        network = lay_over_ranks(
+            model, config, transport, shapes, network.criterion, lambda: own.build(config, splits), planning_progress
+        )
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
-    optimizer = torch.optim.SGD(
-        network.module.parameters(),
+    optimizer = make_optimizer(config, own, network.module.parameters())
+    return Job(config, splits, network, optimizer, loader, device, own)
+
+
+def make_optimizer(config: TrainConfig, own: OwnObjects, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of these parameters."""
+    if own.optimizer is not None:
+        return own.optimizer_of(parameters)
+    return torch.optim.SGD(
+        parameters,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         fused=True,  # one pass over each parameter: half the time of the update
     )
-    return Job(config, splits, network, optimizer, loader, device)
 
 
-def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
+def _check_weights(transport: Transport, own: OwnObjects) -> None:
+    """Refuse a module that is not the same on all ranks, as where torchrun started a script that seeds nothing."""
+    digests = transport.gather_objects(own.digest()) if transport.world > 1 else []
+
+    def check() -> None:
+        if any(digest != digests[0] for digest in digests):
+            raise other_weights()
+
+    agree(transport, check)
+
+
+def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
     device = _choose_device(config.device)
     planning.check(config.plan, config.workers)
-    splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
+    if own.data is not None:
+        splits = own.splits(config)
+    else:
+        splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
     loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
     torch.manual_seed(config.seed)
-    model = _build(config, splits).to(device)
-    _check_fit(model, config.model, splits, loader)
+    model = own.build(config, splits).to(device)
+    _check_fit(model, config.model.removeprefix(PREFIX), splits, loader, own)
     return splits, loader, model
-
-
-def _build(config: TrainConfig, splits: Splits) -> nn.Module:
-    return zoo.build(
-        config.model,
-        input=splits.train.shape,
-        classes=splits.train.classes,
-        options=config.model_options,
-    )
 
 
 def _train_shape(loader: Loader) -> tuple[int, ...]:
@@ -121,7 +139,7 @@ def _choose_device(wanted: str) -> torch.device:
     return device
 
 
-def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> None:
+def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader, own: OwnObjects) -> None:
     """Refuse a network that does not turn this data's samples into scores for this data's classes.
 
     Costs a forward pass of one test sample, and of one training sample where augmentation changes its shape.
@@ -129,14 +147,14 @@ def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> N
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"the model {name!r} has no parameter to train.", "Give a factory of a trainable network.")
     x, y = splits.test.batch(data.first_indices(1))
-    _check_sample(model, name, splits, x, y)
+    own.check_loss(_check_sample(model, name, splits, x, y), y.to(next(model.parameters()).device))
     if loader.augment is not None and loader.augment.out_shape(splits.train.shape) != x.shape[1:]:
         x, y = loader.batch(0, 0)
         _check_sample(model, name, splits, x[:1], y[:1])
 
 
-def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Tensor) -> None:
-    """One sample through the network: no dropout, no statistics, no gradients, no random draws."""
+def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Tensor) -> Tensor:
+    """The scores of one sample: no dropout, no statistics, no gradients, no random draws."""
     device = next(model.parameters()).device
     try:
         with torch.inference_mode():
@@ -157,3 +175,4 @@ def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Ten
             f"the model {name!r} returns {got} for one sample of {splits.name!r}, which needs {wanted}.",
             f"Choose a network for a task of kind {splits.test.task!r} with {splits.test.classes} classes.",
         )
+    return scores

@@ -10,7 +10,6 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.config import TrainConfig
 from shoal.data import BatchPart
@@ -32,7 +31,7 @@ from shoal.planning import resolve
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
 from shoal.traffic import total
-from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
+from shoal.training.network import Loss, Network, OptimizerState, PartOf, count_parameters
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -66,9 +65,10 @@ class LaidNetwork(Network):
         shapes: Shapes,
         io: IO,
         parameters: int,
+        criterion: Loss,
         build: Callable[[], nn.Module],
     ) -> None:
-        super().__init__(module, module.plan, parameters)
+        super().__init__(module, module.plan, parameters, criterion)
         self.rank, self.ranks = transport.rank, transport.world
         self._tester = tester  # the same as `module` unless test samples have another shape
         self._current = module
@@ -80,7 +80,8 @@ class LaidNetwork(Network):
         return result
 
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
-        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)))
+        share = self.module.loss_share  # by weights of classes, where the loss has such
+        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)) if share is None else share)
 
     def agreed(self, wish: bool) -> bool:
         # The wish travels with the numbers that ranks tell each other at the start of every forward pass.
@@ -176,6 +177,7 @@ def lay_over_ranks(
     config: TrainConfig,
     transport: Transport,
     shapes: Shapes,
+    criterion: Loss,
     build: Callable[[], nn.Module],
     planning_progress: OnMeasured,
 ) -> LaidNetwork:
@@ -183,7 +185,7 @@ def lay_over_ranks(
 
     Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
     """
-    captured = capture_on_all(transport, model, shapes.train, F.cross_entropy)
+    captured = capture_on_all(transport, model, shapes.train, criterion)
     plan: str | Plan = config.plan
     if plan == AUTO:
         plan = choose_plan(
@@ -210,7 +212,7 @@ def lay_over_ranks(
 
     module = laid(captured)
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
-    return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), build)
+    return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), criterion, build)
 
 
 def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:

@@ -224,7 +224,7 @@ class Run:
         raise StoppedError(
             f"stopped in epoch {position.epoch + 1} of {config.epochs}, after step {position.step} of "
             f"{self.job.loader.order.steps_per_epoch}. All files are whole.",
-            f"Go on with: shoal train --resume {self.folder.path}",
+            f"Go on with: {self.folder.how_to_go_on}",
         )
 
     def _save(self, metrics: MetricsFile) -> None:

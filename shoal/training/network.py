@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.exchanging import Replica
 
 PartOf = Callable[[int], BatchPart]
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Of scores and classes: their mean loss, one number."""
 OptimizerState = Mapping[str, Mapping[str, Any]]
 """What the optimizer remembers, by the parameter's name."""
 
@@ -29,16 +31,18 @@ class Network:
 
     rank, ranks = 0, 1
 
-    def __init__(self, module: nn.Module, plan: Plan, parameters: int) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, parameters: int, criterion: Loss = F.cross_entropy) -> None:
         self.module = module
         """What the optimizer trains."""
         self.plan = plan
         self.parameters = parameters
         """Of the whole network."""
+        self.criterion = criterion
+        """Of scores and classes, their mean loss."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of this rank's part of a batch, for `backward`. Collective."""
-        return F.cross_entropy(self.module(x), y)
+        return self.criterion(self.module(x), y)
 
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
         """What this rank's loss adds to the mean over the whole batch."""
@@ -99,9 +103,9 @@ class Network:
         return self.module
 
 
-def on_one_device(module: nn.Module, plan: str) -> Network:
+def on_one_device(module: nn.Module, plan: str, criterion: Loss = F.cross_entropy) -> Network:
     """The module itself. On one rank every plan leaves every layer whole."""
-    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), count_parameters(module))
+    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), count_parameters(module), criterion)
 
 
 def count_parameters(module: nn.Module) -> int:
