@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    "exchanges",
+    *("exchanges", "inference"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "exchanges": {"errors"},
     "config": {"errors", "machine", "units", "exchanges"},
     "result": {"_version"},
+    "inference": {"errors"},
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
     "timings": {"errors", "files", "cluster"},
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
-    "data": {"errors", "files", "units"},
+    "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
     "exchanging": {"errors", "exchanges", "traffic", "transport"},
     "training": NOUNS

@@ -113,7 +113,7 @@ def _extras() -> Iterator[Finding]:
     yield Finding(
         "images",
         "Pillow, for --data folder:PATH" if there else "no Pillow",
-        "" if there else "pip install 'shoal[images]'",
+        "" if there else "pip install pillow",
     )
     launcher = shutil.which("torchrun") or importlib.util.find_spec("torch.distributed.run") is not None
     yield Finding("torchrun", "found" if launcher else "not found", "" if launcher else "pip install torch==2.13.0")

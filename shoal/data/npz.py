@@ -9,6 +9,7 @@ Layout    of `x`, uint8 or any real numbers, by its dimensions:
                 N,C,H,W    where the last extent is above 4
                 refused    where both are 1 to 4, unless the sample's shape is given and only one fits
             5   N,C,D,H,W  refused where it looks like channels last, unless the sample's shape is given
+Names     `class_names`: a text for each class; classes are numbered without it.
 Labels    integers from 0. (N,) or (N,1) to classify; N and the spatial extents of `x` to segment.
 """
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from shoal.data.archive import Arrays, read_arrays
 from shoal.data.dataset import ArrayData, Splits
 from shoal.errors import DataError
+from shoal.inference import numbered
 
 FEW = range(1, 5)  # extents that are taken for channels
 PAIRS = ("x_train", "y_train", "x_test", "y_test")
@@ -33,7 +35,8 @@ def load_npz(path: Path, *, shape: tuple[int, ...] | None = None, classes: int |
 
     `shape` settles an ambiguous layout; `classes` is by default the largest label + 1.
     """
-    parts = _parts(read_arrays(path), path)
+    arrays = read_arrays(path)
+    parts = _parts(arrays, path)
     (x, y), (x_test, y_test) = (_checked(*part, path, shape) for part in parts)
     if x.shape[1:] != x_test.shape[1:] or y.ndim != y_test.ndim:
         raise DataError(
@@ -41,8 +44,24 @@ def load_npz(path: Path, *, shape: tuple[int, ...] | None = None, classes: int |
             "Save both with the same shape and the same kind of labels.",
         )
     count = _classes((y, y_test), path, classes)
-    train = ArrayData(x, y, classes=count)
-    return Splits(f"npz:{path}", train, ArrayData(x_test, y_test, classes=count, norm=train.norm), str(path))
+    named = class_names(arrays, path, count)
+    train = ArrayData(x, y, classes=count, class_names=named)
+    test = ArrayData(x_test, y_test, classes=count, norm=train.norm, class_names=named)
+    return Splits(f"npz:{path}", train, test, str(path))
+
+
+def class_names(arrays: Arrays, path: Path, classes: int, key: str = "class_names") -> tuple[str, ...]:
+    """The names in the array `key`, one for each class and no two alike; numbers where there is no such array."""
+    if key not in arrays:
+        return numbered(classes)
+    names = arrays[key]
+    remedy = f"Save {key} as a list of texts, one for each class, or leave it out."
+    if names.dtype.kind != "U" or names.shape != (classes,):
+        raise DataError(f"{path}: {key} holds {names.dtype} of the shape {names.shape}, not {classes} texts.", remedy)
+    found = tuple(map(str, names))
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise DataError(f"{path}: {key} has {twice[0]!r} more than once.", remedy)
+    return found
 
 
 def _parts(arrays: Arrays, path: Path) -> tuple[Pair, Pair]:

@@ -18,8 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.dataset import Norm, Splits, Task
-from shoal.data.pixels import decode, decode_mask, image_shape, images_below, in_threads, measure, pillow, read_mask
+from shoal.data.pixels import (
+    decode,
+    decode_mask,
+    image_shape,
+    images_below,
+    in_threads,
+    kind_of_values,
+    measure,
+    pillow,
+    read_mask,
+)
 from shoal.errors import DataError
+from shoal.inference import numbered
 
 TEST_NAMES = ("test", "val")
 LAYOUT = "Arrange them as PATH/images/* and PATH/masks/* with the same names, or so in PATH/train and in PATH/test."
@@ -40,8 +51,11 @@ class PairData:
         self._pairs = pairs
         self._white = white
         self.classes = classes
+        self.class_names = numbered(classes)
         self.shape = shape
-        self.norm = norm or measure([image for image, _ in pairs], shape)
+        images = [image for image, _ in pairs]
+        self.norm = norm or measure(images, shape)
+        self.preparation = self.norm.after(kind_of_values(images), shape)
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,30 +122,49 @@ def measure(files: Sequence[Path], shape: tuple[int, ...]) -> Norm:
     return Norm.of(np.stack(pixels)) if pixels else Norm((0.0,) * shape[0], (255.0,) * shape[0])
 
 
+def kind_of_values(files: Sequence[Path]) -> Literal["bytes", "numbers"]:
+    """Whether `decode` gives values on the scale of bytes, as the first of `files` that can be read tells."""
+    for file in files:
+        try:
+            return "bytes" if _on_scale_of_bytes(file) else "numbers"
+        except DataError:
+            continue
+    return "bytes"
+
+
+def _on_scale_of_bytes(file: Path) -> bool:
+    if file.suffix.lower() == ".npy":
+        dtype = _load(file, mapped=True).dtype
+        return dtype.kind in "bu" and dtype.itemsize <= 2
+    with _open(file) as image:
+        signed_or_long = image.mode == "I" and image.format not in ("PNG", "PPM")
+        return not (image.mode == "F" or signed_or_long or (image.format == "TIFF" and _bits(image) > 16))
+
+
 def unreadable(file: Path, error: Exception) -> DataError:
     """That a file is no image, or a broken one."""
     return DataError(f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it.")
 
 
 def pillow() -> Any:
-    """The module that reads images; a `DataError` that names the extra where it is missing."""
+    """The module that reads images; a `DataError` that names it where it is missing."""
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError(
-            "reading images needs Pillow, which is not installed.", "Install it: pip install 'shoal[images]'"
+            "reading images needs Pillow, which is not installed.", "Install it: pip install pillow"
         ) from error
     return Image
 
 
 def tiffs() -> Any:
-    """The module that reads what Pillow cannot of a TIFF; a `DataError` that names the extra where it is missing."""
+    """The module that reads what Pillow cannot of a TIFF; a `DataError` that names it where it is missing."""
     try:
         import tifffile
     except ImportError as error:
         raise DataError(
             "reading such a TIFF needs tifffile, which is not installed.",
-            "Install it: pip install 'shoal[large-images]'",
+            "Install it: pip install tifffile zarr",
         ) from error
     return tifffile
 

@@ -28,6 +28,8 @@ class Resized:
         self._data = data
         self.shape = shape
         self.classes = data.classes
+        self.class_names = data.class_names
+        self.preparation = data.preparation
         self.prefetch = data.prefetch
 
     def __len__(self) -> int:
@@ -36,13 +38,16 @@ class Resized:
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """See `DataSet.batch`."""
         x, y = self._data.batch(indices)
-        size = self.shape[1:]
-        if x.shape[2:] != size:
-            shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
-            x = F.interpolate(x, size=list(size), mode="bilinear", align_corners=False, antialias=shrinks)
-        if x.shape[1] != self.shape[0]:
-            x = x.repeat(1, self.shape[0], 1, 1)
-        return x, y
+        return resized(x, self.shape), y
+
+
+def resized(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A batch of images brought to (channels, height, width): see `Resized`."""
+    channels, *size = shape
+    if list(x.shape[2:]) != size:
+        shrinks = size[0] < x.shape[2] or size[1] < x.shape[3]
+        x = F.interpolate(x, size=size, mode="bilinear", align_corners=False, antialias=shrinks)
+    return x if x.shape[1] == channels else x.repeat(1, channels, 1, 1)
 
 
 def _obstacle(data: DataSet, shape: tuple[int, ...]) -> str | None:

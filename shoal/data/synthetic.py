@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.data.dataset import Splits, Task
 from shoal.data.draws import Purpose, below, words
 from shoal.errors import DataError
+from shoal.inference import Preparation, numbered
 
 SAMPLES = 2048
 POOL = 64
@@ -31,6 +32,9 @@ class SyntheticData:
     def __init__(self, pool: Tensor, raw: NDArray[np.uint64], *, classes: int, task: Task) -> None:
         self.shape = tuple(pool.shape[1:])
         self.classes = classes
+        self.class_names = numbered(classes)
+        nothing = (0.0,) * self.shape[0], (1.0,) * self.shape[0]
+        self.preparation = Preparation(values="numbers", shape=self.shape, mean=nothing[0], std=nothing[1])
         self.task: Task = task
         self._pool = pool
         self._rows = torch.from_numpy(below(raw[:, 0], len(pool)))

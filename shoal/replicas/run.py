@@ -11,6 +11,7 @@ from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, Pee
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Meeting
 from shoal.files import write_text_atomically
+from shoal.inference import Inference
 from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_all
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
@@ -23,7 +24,7 @@ from shoal.training.job import load_whole
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
-from shoal.training.outcome import describe
+from shoal.training.outcome import describe, inference_of
 from shoal.training.run_folder import RunFolder
 from shoal.transport.links import LOOPBACK
 
@@ -162,7 +163,7 @@ def _conducting(
 ) -> Iterator[Conducting]:
     """Everything that a run needs beside its replicas, for as long as it lasts. `own`: a replica in this process."""
     options = _options(config)
-    about, config = _look(config, options)
+    about, inference, config = _look(config, options)
     held = options.holding(config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     with ExitStack() as stack:
@@ -171,6 +172,8 @@ def _conducting(
         missing = {} if content is None else _missing_own_states(folder, content)
         with folder.writing(folder.config):
             write_text_atomically(folder.config, config.to_yaml())
+        with folder.writing(folder.inference):
+            write_text_atomically(folder.inference, inference.to_json())
         recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
         stack.callback(recorder.close)
         conducting = Conducting(
@@ -211,7 +214,7 @@ def _conducting(
             listener.finished(conducting.result, folder)
 
 
-def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainConfig]:
+def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inference, TrainConfig]:
     """Find what is wrong with the user's input before any replica is started; and what the run is about."""
     each = config.workers // config.replicas
     alone = config.model_copy(
@@ -241,7 +244,7 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, TrainCo
             f"batch = {config.batch} is larger than the data set, which has {about.train_samples} samples.",
             f"Give a --batch of at most {about.train_samples}.",
         )
-    return about, config.model_copy(update={"data": splits.name})
+    return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
 
 
 def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:

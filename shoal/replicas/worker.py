@@ -20,6 +20,7 @@ from shoal.data import BatchOrder, Loader
 from shoal.errors import CheckpointError, MessageError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
+from shoal.inference import Inference
 from shoal.replicas.orders import (
     MOST_BATCHES,
     Batch,
@@ -48,6 +49,7 @@ from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job, prepare
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
+from shoal.training.outcome import inference_of
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
 from shoal.training.weights import save_weights
@@ -296,7 +298,7 @@ class _Life:
             if self._transport.rank == 0 and state is not None:
                 buffers.append(_bytes_of_state(state))
             if whole is not None:
-                buffers.append(_bytes_of_weights(whole))
+                buffers.append(_bytes_of_weights(whole, inference_of(job.config, job.splits)))
         self._tell(HasTested(order.after, tested), buffers)
         self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
 
@@ -361,8 +363,8 @@ def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
     return draft.getvalue()
 
 
-def _bytes_of_weights(module: torch.nn.Module) -> bytes:
+def _bytes_of_weights(module: torch.nn.Module, inference: Inference) -> bytes:
     with tempfile.TemporaryDirectory() as folder:  # safetensors write shared memory once, but only to a file
         path = Path(folder) / "weights"
-        save_weights(module, path)
+        save_weights(module, path, inference)
         return path.read_bytes()

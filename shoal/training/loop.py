@@ -31,7 +31,7 @@ from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import MetricsFile, line_of_steps, line_of_test, lines_are_missing
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
-from shoal.training.outcome import Measured, describe, result_of
+from shoal.training.outcome import Measured, describe, inference_of, result_of
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import train_step
 from shoal.training.weights import save_weights
@@ -76,8 +76,9 @@ class Run:
             result = self._result(tested or self._evaluate(metrics, stop))
             whole = job.network.whole()
             if whole is not None:
+                inference = inference_of(job.config, job.splits)
                 with self.folder.writing(self.folder.weights):
-                    write_atomically(self.folder.weights, lambda draft: save_weights(whole, draft))
+                    write_atomically(self.folder.weights, lambda draft: save_weights(whole, draft, inference))
                 with self.folder.writing(self.folder.result):
                     write_text_atomically(self.folder.result, result.to_json())
         return result

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shoal.config import TrainConfig
 from shoal.data import Splits
+from shoal.inference import Inference
 from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
 from shoal.training.evaluate import Evaluation
 from shoal.training.listener import About
@@ -42,6 +43,22 @@ def describe(
         timeout=config.timeout,
         survives=survives,
         done=done,
+    )
+
+
+def inference_of(config: TrainConfig, splits: Splits) -> Inference:
+    """What the network of a run needs beside its weights. `config` is that of the ranks that test."""
+    return Inference(
+        task=splits.train.task,
+        model=config.model,
+        model_options=config.model_options,
+        input=splits.train.shape,
+        classes=splits.train.class_names,
+        preparation=splits.train.preparation,
+        data=splits.name,
+        seed=config.seed,
+        batch=config.batch,
+        versions=versions(),
     )
 
 

@@ -14,6 +14,7 @@ from shoal.training.checkpoint import Progress
 from shoal.training.job import Job, prepare
 from shoal.training.listener import Listener
 from shoal.training.loop import Run
+from shoal.training.outcome import inference_of
 from shoal.training.own_objects import NO_OBJECTS, OwnObjects, write_objects
 from shoal.training.run_folder import RunFolder
 from shoal.transport import Transport
@@ -38,6 +39,8 @@ def train_on_rank(
         if transport.rank == 0:
             with folder.writing(folder.config):
                 write_text_atomically(folder.config, job.config.to_yaml())
+            with folder.writing(folder.inference):
+                write_text_atomically(folder.inference, inference_of(job.config, job.splits).to_json())
             write_objects(folder, own)
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)

@@ -77,8 +77,13 @@ class RunFolder:
         return self.path / "meeting.json"
 
     @property
+    def inference(self) -> Path:
+        """What the weights need to be used: shape, normalisation, names of classes, network."""
+        return self.path / "inference.json"
+
+    @property
     def weights(self) -> Path:
-        """The trained parameters and buffers alone."""
+        """The trained parameters and buffers, with the text of `inference.json` as metadata."""
         return self.path / "model.safetensors"
 
     @classmethod

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from shoal import TrainConfig, train
 from shoal.errors import StoppedError
+from shoal.inference import METADATA, Inference
 from shoal.running import resume
 from shoal.training.evaluate import evaluate
 from tests.cli.commands import Begun, begin
@@ -54,6 +56,7 @@ def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
     out = tmp_path / "out"
     names = {"result.json", "metrics.jsonl", "config.yaml", "plan.json", "checkpoint.pt", "model.safetensors"}
+    names.add("inference.json")
     assert {path.name for path in out.iterdir()} == names
 
     result = result_of(out)
@@ -71,7 +74,11 @@ def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None
     assert "test accuracy" in run.stdout
     assert "images/s" in run.stdout
     assert "out" in run.stdout.splitlines()[-1]
-    assert load_file(out / "model.safetensors")
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        text = weights.metadata()[METADATA]
+    assert text == (out / "inference.json").read_text()
+    known = Inference.from_json(text, source="")
+    assert (known.model, known.input, known.classes) == ("lenet5", (1, 8, 8), ("0", "1", "2", "3"))
 
 
 def test_same_seed_same_result_bit_for_bit(shoal: Shoal, tiny: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_every_fifth_image_of_each_class_is_a_test_image(folder: Path) -> None:
     (folder / "dog" / "._0.png").write_bytes(b"left by a file manager")
     splits = data.load(f"folder:{folder}")
     train, test = splits.train, splits.test
-    assert (len(train), len(test), train.classes) == (16, 4, 2)
+    assert (len(train), len(test), train.class_names) == (16, 4, ("cat", "dog"))
     assert (train.shape, train.task, train.prefetch) == ((3, 6, 8), "classify", True)
     x, y = train.batch(data.first_indices(16))
     assert (x.dtype, y.dtype, x.shape) == (torch.float32, torch.int64, (16, 3, 6, 8))
@@ -196,7 +196,7 @@ def test_parts_that_are_refused(tmp_path: Path) -> None:
         data.load(f"folder:{tmp_path}")
 
 
-def test_without_pillow_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'shoal\[images\]'"):
+    with pytest.raises(DataError, match=r"pip install pillow"):
         data.load(f"folder:{folder}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.data import ArrayData, Augment, BatchOrder, BatchPart, DataSet, Loader, Task, sequential_batches
 from shoal.errors import DataError
+from shoal.inference import Preparation
 
 
 class Slow:
@@ -19,6 +20,8 @@ class Slow:
 
     shape = (1, 1, 1)
     classes = 2
+    class_names = ("0", "1")
+    preparation = Preparation.own((1, 1, 1))
     task: Task = "classify"
     prefetch = True
 

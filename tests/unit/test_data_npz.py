@@ -100,6 +100,15 @@ def test_a_given_shape_settles_the_layout_and_resizes(tmp_path: Path) -> None:
     assert load(tmp_path, pixels(N, 6, 8), shape=(3, 12, 12)).train.shape == (3, 12, 12)
 
 
+def test_classes_may_have_names_and_values_that_are_no_bytes(tmp_path: Path) -> None:
+    named = saved(tmp_path, x=pixels(N, 6, 8, dtype=np.float32), y=LABELS, class_names=np.array(["a", "b", "c"]))
+    part = data.load(named, shape=(3, 12, 16)).test
+    assert (part.class_names, part.preparation.values, part.preparation.shape) == (tuple("abc"), "numbers", (1, 6, 8))
+    for names in (["a", "b"], ["a", "b", "a"], [1, 2, 3]):
+        with pytest.raises(DataError, match="class_names"):
+            data.load(saved(tmp_path, x=pixels(N, 6, 8), y=LABELS, class_names=np.array(names)))
+
+
 def test_the_name_loads_the_same_again(tmp_path: Path) -> None:
     splits = load(tmp_path, pixels(N, 6, 8))
     assert data.load(splits.name).origin == splits.origin

