@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -39,6 +38,7 @@ from torch.utils.data import (
 
 from shoal.data.dataset import DataSet, Splits, Task
 from shoal.errors import DataError, RunError
+from shoal.inference import Preparation, numbered
 
 PAIR = "A data set gives (x, y) for a number: a tensor with its channels first, and its class, or one class per pixel."
 Sample = tuple[NDArray[Any], NDArray[np.int64]]
@@ -57,6 +57,8 @@ class TorchData:
         self.classes = classes
         ((x, y),) = self._read(np.zeros(1, dtype=np.int64), 0)
         self.shape: tuple[int, ...] = x.shape
+        self.class_names = _class_names(dataset, classes)
+        self.preparation = Preparation.own(x.shape)
         self.task: Task = "segment" if y.ndim else "classify"
         if y.ndim and y.shape != x.shape[1:]:
             raise DataError(
@@ -84,8 +86,8 @@ class TorchData:
                 )
             if y.size and not 0 <= y.min() <= y.max() < self.classes:
                 raise DataError(
-                    f"sample {index} of {_name(self._dataset)} has a label from {y.min()} to {y.max()}, but classes are "
-                    f"0 to {self.classes - 1}.",
+                    f"sample {index} of {_name(self._dataset)} has labels {y.min()} to {y.max()}; classes are 0 to "
+                    f"{self.classes - 1}.",
                     "Number the classes from 0, and give their number: classes=N.",
                 )
         x, y = (np.stack(part) for part in zip(*samples, strict=True))
@@ -126,9 +128,9 @@ class Loaded:
 def own_splits(data: object, *, classes: int | None, seed: int, workers: int | None) -> Splits:
     """Both splits of what a user gave: `Splits`, or a training and a test part.
 
-    A part is a map-style `Dataset`, a `DataLoader` of one, or a data set of Shoal's. `classes` of a `Dataset` are its own
-    (`dataset.classes`, or the largest of its labels where these lie ready) unless given. `workers`: processes of a rank
-    that read a `Dataset`; a loader's own number unless given.
+    A part is a map-style `Dataset`, a `DataLoader` of one, or a data set of Shoal's. `classes` of a `Dataset` are its
+    own (`dataset.classes`, or the largest of its labels where these lie ready) unless given. `workers`: processes of a
+    rank that read a `Dataset`; a loader's own number unless given.
     """
     if isinstance(data, Splits):
         return data
@@ -237,6 +239,15 @@ def _classes(dataset: Any) -> int:
     )
 
 
+def _class_names(dataset: Any, classes: int) -> tuple[str, ...]:
+    """Those that the data set has, as torchvision's do; else numbers."""
+    if isinstance(dataset, Subset):
+        return _class_names(dataset.dataset, classes)
+    told = getattr(dataset, "classes", None)
+    names = tuple(map(str, told)) if isinstance(told, Sequence) else ()
+    return names if len(set(names)) == classes == len(names) else numbered(classes)
+
+
 def _name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -267,16 +278,17 @@ def _sample(item: Any, index: int, dataset: Any) -> Sample:
         what = f"{len(item)} things" if isinstance(item, tuple | list) else _name(item)
         raise DataError(f"sample {index} of {_name(dataset)} is {what}, not a pair.", PAIR)
     x, y = (part.detach().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part) for part in item)
-    if not isinstance(item[0], Tensor | np.ndarray) or x.dtype.kind not in "buif" or x.ndim < 2:
-        what = f"a {x.dtype} array of the shape {x.shape}" if isinstance(item[0], Tensor | np.ndarray) else _name(item[0])
+    is_array = isinstance(item[0], Tensor | np.ndarray)
+    if not is_array or x.dtype.kind not in "buif" or x.ndim < 2:
+        what = f"a {x.dtype} array of the shape {x.shape}" if is_array else _name(item[0])
         raise DataError(
             f"x of sample {index} of {_name(dataset)} is {what}, not a tensor of real numbers with channels first.",
             "Make it one, with a transform such as torchvision's ToTensor.",
         )
     if y.dtype.kind not in "bui":
+        what = _name(item[1]) if y.dtype.kind == "O" else str(y.dtype)
         raise DataError(
-            f"y of sample {index} of {_name(dataset)} is {y.dtype if y.dtype.kind != 'O' else _name(item[1])}, not whole "
-            "numbers.",
+            f"y of sample {index} of {_name(dataset)} is {what}, not whole numbers.",
             f"{PAIR} For other targets, use shoal.parallelize in a loop of your own.",
         )
     return x.astype(np.float32, copy=False), y.astype(np.int64, copy=False)

@@ -34,6 +34,8 @@ class Job:
     """Gives this rank's part of every training batch."""
     device: torch.device
     own: OwnObjects = NO_OBJECTS
+    rates: tuple[float, ...] = ()
+    """Of the optimizer's groups, as they began."""
 
     @property
     def total_steps(self) -> int:
@@ -49,7 +51,7 @@ def prepare(
     ranks_here: int | None = None,
     planning_progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Job:
-    """Build what `config` asks for, and `own` has, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
+    """Build what `config` asks for, and `own` has, on all ranks of `transport`, which raise all `InputError`s here.
 
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
     this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
@@ -74,7 +76,8 @@ def prepare(
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
     optimizer = make_optimizer(config, own, network.module.parameters())
-    return Job(config, splits, network, optimizer, loader, device, own)
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    return Job(config, splits, network, optimizer, loader, device, own, rates)
 
 
 def make_optimizer(config: TrainConfig, own: OwnObjects, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -60,11 +60,11 @@ class OwnObjects:
 
     def build(self, config: TrainConfig, splits: Splits) -> nn.Module:
         """The network, made anew: a copy of the one that was given, or what the factory makes of the data's sizes."""
-        sizes = {"input": splits.train.shape, "classes": splits.train.classes}
+        shape, classes, options = splits.train.shape, splits.train.classes, config.model_options
         if self.model is None:
-            return build(config.model, **sizes, options=config.model_options)
+            return build(config.model, input=shape, classes=classes, options=options)
         if not isinstance(self.model, nn.Module):
-            return make(config.model, self.model, **sizes, options=config.model_options)
+            return make(config.model.removeprefix(PREFIX), self.model, input=shape, classes=classes, options=options)
         if config.model_options:
             raise ConfigError(
                 f"model_options = {config.model_options} are for a factory, and a module was given, which is built.",
@@ -142,8 +142,8 @@ class OwnObjects:
             once, twice = loss(scores, target), loss(torch.cat([scores] * 2), torch.cat([target] * 2))
         except Exception as error:
             raise ModelError(
-                f"the loss {name} raised {type(error).__name__} for scores of the shape {tuple(scores.shape)} and classes "
-                f"of {tuple(target.shape)}: {error}.",
+                f"the loss {name} raised {type(error).__name__}: {error}. Scores have the shape {tuple(scores.shape)}, "
+                f"classes {tuple(target.shape)}.",
                 remedy,
             ) from error
         if not isinstance(once, Tensor) or once.numel() != 1:

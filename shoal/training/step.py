@@ -16,8 +16,14 @@ def backward(job: Job, x: Tensor, y: Tensor) -> Tensor:
 
 def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
     """One step of SGD; returns what this rank's loss adds to the batch's, on the device."""
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(job, rate)
     loss = backward(job, x, y)
     job.optimizer.step()
     return job.network.part_in_mean(loss, y)
+
+
+def set_rate(job: Job, rate: float) -> None:
+    """Let the optimizer step at this rate: its first group, and others in proportion to the rates they began with."""
+    groups = job.optimizer.param_groups
+    for group, beginning in zip(groups, job.rates, strict=True):
+        group["lr"] = rate if beginning == job.rates[0] else rate * beginning / job.rates[0]
