@@ -23,7 +23,7 @@ from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
 from shoal.training import checkpoint
-from shoal.training.job import load_whole
+from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
@@ -238,8 +238,9 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
     splits, _, model = load_whole(alone, own)
-    if own.optimizer is not None:
-        _check_optimizer(options, own.optimizer_of(model.parameters()))
+    if own.optimizer is not None or config.optimizer != "sgd" or config.optimizer_options:
+        # Of SGD servers can do all that it is told otherwise.
+        _check_optimizer(options, make_optimizer(alone, model.parameters(), own))
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,

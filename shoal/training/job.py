@@ -6,6 +6,8 @@ can be trained.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,22 +77,25 @@ def prepare(
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
-    optimizer = make_optimizer(config, own, network.module.parameters())
+    optimizer = make_optimizer(config, network.module.parameters(), own)
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
     return Job(config, splits, network, optimizer, loader, device, own, rates)
 
 
-def make_optimizer(config: TrainConfig, own: OwnObjects, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters."""
+def make_optimizer(
+    config: TrainConfig, parameters: Iterable[nn.Parameter], own: OwnObjects = NO_OBJECTS
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters that `config` names, unless there is one of the user's own."""
     if own.optimizer is not None:
         return own.optimizer_of(parameters)
-    return torch.optim.SGD(
-        parameters,
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        fused=True,  # one pass over each parameter: half the time of the update
-    )
+    options = config.optimizer_settings()
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, options.torch_name)
+    keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **options.model_dump()}
+    if options.momentum is not None:
+        keywords["momentum"] = config.momentum
+    if "fused" in signature(kind).parameters:  # one pass over each parameter: half the time of the update
+        keywords["fused"] = True
+    return kind(parameters, **keywords)
 
 
 def _check_weights(transport: Transport, own: OwnObjects) -> None:

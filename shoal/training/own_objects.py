@@ -115,10 +115,10 @@ class OwnObjects:
         """
         if self.optimizer is None:
             return config
-        for name in ("lr", "momentum", "weight_decay"):
+        for name in ("optimizer", "optimizer_options", "lr", "momentum", "weight_decay"):
             if config.tells(name):
                 raise ConfigError(
-                    f"{name} = {getattr(config, name):g} is given beside an optimizer of your own, which has its own.",
+                    f"{name} = {getattr(config, name)!r} is given beside an optimizer of your own, which has its own.",
                     f"Leave {name} out, and give it to the optimizer.",
                 )
         groups = self.optimizer_of([nn.Parameter(torch.zeros(1))]).param_groups
