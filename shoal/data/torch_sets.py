@@ -112,6 +112,12 @@ class TorchData:
                 "Perhaps memory ran out: give fewer loader_workers; or look for what ends it, with loader_workers=0.",
             ) from error
 
+    def close(self) -> None:
+        """End the processes that read. They would end with this one; reading again begins new ones."""
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": None}  # processes are not sent to others
 

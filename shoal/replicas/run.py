@@ -240,7 +240,12 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
     splits, _, model = load_whole(alone, own)
     if own.optimizer is not None or config.optimizer != "sgd" or config.optimizer_options:
         # Of SGD servers can do all that it is told otherwise.
-        _check_optimizer(options, make_optimizer(alone, model.parameters(), own))
+        optimizer = make_optimizer(alone, model.parameters(), own)
+        assert isinstance(options, Kind)
+        options.taken_over(optimizer)
+        config = own.settled(config, optimizer)
+    if own.optimizer is not None:
+        _check_unchanged(config, options, optimizer)
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,
@@ -267,16 +272,20 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
     return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
 
 
-def _check_optimizer(options: ExchangeOptions, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what servers cannot do in the optimizer's place, and groups that an exchange would give one rate."""
-    assert isinstance(options, Kind)
-    options.taken_over(optimizer)
+def _check_unchanged(config: TrainConfig, options: ExchangeOptions, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an exchange that would change an optimizer of the user's own."""
     rates = list(dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups))
     if len(rates) > 1:
         raise ConfigError(
             f"{options.name} steps all parameters at one rate, and the groups of {type(optimizer).__name__} have "
             f"{' and '.join(f'{rate:g}' for rate in rates)}.",
             "Give all groups the same rate, or train one replica.",
+        )
+    kept = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
+    if kept != {float(config.rates().momentum)}:
+        raise ConfigError(
+            f"{options.name} with {config.replicas} replicas changes the momentum, and yours is in the optimizer.",
+            "Keep it with exchange_options={'rates': 'given'}, or use another exchange.",
         )
 
 

@@ -69,7 +69,8 @@ def train(
             "Give it to the TrainConfig, or all settings as keywords.",
         )
     _check_batch(config, own)
-    config = own.with_rates(_with_names(config, own))
+    own.check_settings(config)
+    config = _with_names(config, own)
     with _torch_left_as_found():
         return _start(config, None, listener or Listener(), own, asked=config.tells("workers"))
 

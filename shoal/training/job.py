@@ -79,7 +79,7 @@ def prepare(
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
     optimizer = make_optimizer(config, network.module.parameters(), own)
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
-    return Job(config, splits, network, optimizer, loader, device, own, rates)
+    return Job(own.settled(config, optimizer), splits, network, optimizer, loader, device, own, rates)
 
 
 def make_optimizer(
@@ -100,13 +100,9 @@ def make_optimizer(
 
 def _check_weights(transport: Transport, own: OwnObjects) -> None:
     """Refuse a module that is not the same on all ranks, as where torchrun started a script that seeds nothing."""
-    digests = transport.gather_objects(own.digest()) if transport.world > 1 else []
-
-    def check() -> None:
-        if any(digest != digests[0] for digest in digests):
-            raise other_weights()
-
-    agree(transport, check)
+    given = isinstance(own.model, nn.Module) and transport.world > 1
+    if given and len(set(transport.gather_objects(own.digest()))) > 1:
+        raise other_weights()
 
 
 def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Splits, Loader, nn.Module]:

@@ -70,7 +70,13 @@ class OwnObjects:
                 f"model_options = {config.model_options} are for a factory, and a module was given, which is built.",
                 "Give the factory, or leave model_options out.",
             )
-        return copy.deepcopy(self.model).train()
+        try:
+            return copy.deepcopy(self.model).train()
+        except Exception as error:  # whatever an object of others raises
+            raise ModelError(
+                f"the module that was given cannot be copied: {type(error).__name__}: {error}.",
+                "Give a function that makes it, or leave out what cannot be copied, such as open files.",
+            ) from error
 
     def splits(self, config: TrainConfig) -> Splits:
         """Both parts of the data that was given, brought to the shape that the settings ask for."""
@@ -108,28 +114,23 @@ class OwnObjects:
             )
         return made
 
-    def with_rates(self, config: TrainConfig) -> TrainConfig:
-        """The settings with what an optimizer of one's own has for rate, momentum and weight decay.
-
-        A `ConfigError` where a setting says the same, or an exchange would have to change it.
-        """
-        if self.optimizer is None:
-            return config
+    def check_settings(self, config: TrainConfig) -> None:
+        """Refuse settings of an optimizer beside one of one's own, which has them itself."""
         for name in ("optimizer", "optimizer_options", "lr", "momentum", "weight_decay"):
-            if config.tells(name):
+            if self.optimizer is not None and config.tells(name):
                 raise ConfigError(
                     f"{name} = {getattr(config, name)!r} is given beside an optimizer of your own, which has its own.",
                     f"Leave {name} out, and give it to the optimizer.",
                 )
-        groups = self.optimizer_of([nn.Parameter(torch.zeros(1))]).param_groups
-        found = {name: float(groups[0].get(name, 0.0)) for name in ("lr", "momentum", "weight_decay")}
-        config = config.model_copy(update=found)
-        if (options := config.exchange_settings()) is not None and config.rates().momentum != config.momentum:
-            raise ConfigError(
-                f"{options.name} with {config.replicas} replicas would change the momentum of your own optimizer.",
-                "Keep yours with exchange_options={'rates': 'given'}, or use another exchange.",
-            )
-        return config
+
+    def settled(self, config: TrainConfig, optimizer: torch.optim.Optimizer) -> TrainConfig:
+        """The settings with what an optimizer of one's own has for rate, momentum and weight decay."""
+        if self.optimizer is None:
+            return config
+        first = optimizer.param_groups[0]
+        return config.model_copy(
+            update={name: float(first.get(name, 0.0)) for name in ("lr", "momentum", "weight_decay")}
+        )
 
     def check_loss(self, scores: Tensor, target: Tensor) -> None:
         """Refuse a loss that is not the mean over samples, from the scores of one of them."""
@@ -146,9 +147,9 @@ class OwnObjects:
                 f"classes {tuple(target.shape)}.",
                 remedy,
             ) from error
-        if not isinstance(once, Tensor) or once.numel() != 1:
-            got = f"a tensor of the shape {tuple(once.shape)}" if isinstance(once, Tensor) else type(once).__name__
-            raise ModelError(f"the loss {name} returns {got}, not one number.", remedy)
+        if not isinstance(twice, Tensor) or twice.dim():
+            got = f"a tensor of the shape {tuple(twice.shape)}" if isinstance(twice, Tensor) else type(twice).__name__
+            raise ModelError(f"the loss {name} of two samples returns {got}, not one number.", remedy)
         if once.item() and torch.isclose(twice, 2 * once, rtol=1e-4).item():
             raise ModelError(
                 f"the loss {name} is a sum: of one sample it is {once.item():.4g}, of that sample given twice "
@@ -171,9 +172,9 @@ NO_OBJECTS = OwnObjects()
 
 
 def other_weights() -> ConfigError:
-    """That the module of this rank is not that of rank 0."""
+    """That the module of one rank is not that of another."""
     return ConfigError(
-        "the module that was given has other weights on this rank than on rank 0.",
+        "the module that was given does not have the same weights on all ranks.",
         "Call torch.manual_seed before it is made, load the same file on all ranks, or give a factory as model.",
     )
 
