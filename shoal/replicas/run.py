@@ -66,7 +66,7 @@ def train_here(
             if conducting.result is None:  # processes that end after that need not be reported
                 if conducting.error is None or isinstance(conducting.error, LostError):
                     raise  # it says why the replica was lost
-                raise conducting.error from error
+                raise conducting.error from conducting.error.__cause__ or error
         if conducting.error is None:
             conducting.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
         return conducting.ended()
@@ -118,7 +118,7 @@ def train_in_world(
             table.set(RESULT, "")  # so that the others do not wait for this replica
             if conducting.error is None:
                 raise
-            raise conducting.error from error
+            raise conducting.error from conducting.error.__cause__ or error
         table.set(RESULT, result.to_json())
         return result
 
