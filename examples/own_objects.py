@@ -39,7 +39,7 @@ class Tell(shoal.Listener):
             print(f"epoch {metrics['epoch']}: test accuracy {metrics['test_accuracy']:.3f}")
 
 
-net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+net = nn.Sequential(nn.Conv2d(1, 8, 5), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
 out = Path(mkdtemp()) / "run"
 result = shoal.train(
     listener=Tell(),

@@ -43,7 +43,8 @@ def weighted(scores: Tensor, target: Tensor) -> Tensor:
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Two groups, each with its own rate."""
     *body, weight, bias = parameters
-    return torch.optim.AdamW([{"params": [*body, weight]}, {"params": [bias], "lr": 0.002}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": [*body, weight]}, {"params": [bias], "lr": 0.002}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def one_rate(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
