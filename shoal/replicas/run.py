@@ -238,21 +238,27 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
     splits, _, model = load_whole(alone, own)
+    assert isinstance(options, Kind)
     if own.optimizer is not None or config.optimizer != "sgd" or config.optimizer_options:
         # Of SGD servers can do all that it is told otherwise.
         optimizer = make_optimizer(alone, model.parameters(), own)
-        assert isinstance(options, Kind)
         options.taken_over(optimizer)
         config = own.settled(config, optimizer)
     if own.optimizer is not None:
         _check_unchanged(config, options, optimizer)
+    if config.clip is not None and options.taken_over(torch.optim.SGD(model.parameters())) is not None:
+        raise ConfigError(
+            f"clip = {config.clip:g} is of the gradients that a step is made of, and with {options.name} servers step, "
+            "each of which has a part of them.",
+            "Leave --clip out, or use an exchange whose replicas step themselves, such as allreduce or local.",
+        )
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,
         splits,
         parameters=count_parameters(model),
         # The same samples as one worker would see with the whole batch, in whole batches of it.
-        steps_per_epoch=len(splits.train) // config.batch * together,
+        steps_per_epoch=len(splits.train) // config.samples_per_step * together,
         plan=config.plan,
         device=config.device if config.device != "auto" else "cpu",
         exchange=options.name,
@@ -266,8 +272,9 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
         )
     if not about.steps_per_epoch:
         raise ConfigError(
-            f"batch = {config.batch} is larger than the data set, which has {about.train_samples} samples.",
-            f"Give a --batch of at most {about.train_samples}.",
+            f"a step on {config.samples_per_step} samples is larger than the data set, which has "
+            f"{about.train_samples}.",
+            f"Give a --batch, times --accumulate, of at most {about.train_samples}.",
         )
     return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
 

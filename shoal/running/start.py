@@ -18,7 +18,7 @@ from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training.job import load_whole
 from shoal.training.listener import Listener
-from shoal.training.network import Loss
+from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
 from shoal.training.rank import kind_of_device, train_on_rank
 from shoal.training.run_folder import RunFolder
@@ -30,7 +30,7 @@ def train(
     *,
     model: str | nn.Module | Callable[..., nn.Module] | None = None,
     data: object = None,
-    loss: Loss | None = None,
+    loss: Criterion | None = None,
     optimizer: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     loader_workers: int | None = None,
     **settings: Any,
@@ -82,7 +82,7 @@ def resume(
     *,
     model: nn.Module | Callable[..., nn.Module] | None = None,
     data: object = None,
-    loss: Loss | None = None,
+    loss: Criterion | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     loader_workers: int | None = None,
 ) -> RunResult:

@@ -21,7 +21,7 @@ from shoal.data import Splits, fit_splits
 from shoal.data.torch_sets import name_of, own_splits
 from shoal.errors import CheckpointError, ConfigError, DataError, ModelError
 from shoal.files import write_text_atomically
-from shoal.training.network import Loss
+from shoal.training.network import Criterion
 from shoal.training.run_folder import RunFolder
 from shoal.zoo.by_name import build, make
 
@@ -39,7 +39,7 @@ class OwnObjects:
     model: nn.Module | Callable[..., nn.Module] | None = None
     data: object = None
     """(train, test), `Splits`, or a function that gives either, called on each rank."""
-    loss: Loss | None = None
+    loss: Criterion | None = None
     optimizer: Factory | None = None
     loader_workers: int | None = None
 
@@ -85,7 +85,7 @@ class OwnObjects:
         named = Splits(self.names()["data"], found.train, found.test, found.origin)
         return fit_splits(named, config.input, config.classes)
 
-    def loss_on(self, device: torch.device) -> Loss:
+    def loss_on(self, device: torch.device) -> Criterion:
         """The loss, with its own tensors on the device."""
         return self.loss.to(device) if isinstance(self.loss, nn.Module) else self.loss or F.cross_entropy
 
@@ -115,7 +115,12 @@ class OwnObjects:
         return made
 
     def check_settings(self, config: TrainConfig) -> None:
-        """Refuse settings of an optimizer beside one of one's own, which has them itself."""
+        """Refuse settings of an optimizer or a loss beside one of one's own, which has them itself."""
+        if self.loss is not None and config.label_smoothing:
+            raise ConfigError(
+                f"label_smoothing = {config.label_smoothing:g} is given beside a loss of your own.",
+                "Leave label_smoothing out, and let the loss do it.",
+            )
         for name in ("optimizer", "optimizer_options", "lr", "momentum", "weight_decay"):
             if self.optimizer is not None and config.tells(name):
                 raise ConfigError(
