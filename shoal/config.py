@@ -30,10 +30,26 @@ def _split_options(value: object) -> object:
     """`"width=16,norm=none"` from a command line is the mapping of a recipe, its values read as YAML's."""
     if not isinstance(value, str):
         return value
-    pairs = [part.partition("=") for part in value.split(",") if part]
+    pairs = [part.partition("=") for part in _split_outside_brackets(value) if part]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("name=value, or several with commas between")
     return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    """At the commas that are in no list.
+
+    >>> _split_outside_brackets("width=16,strides=[[2,1],[2,2]]")
+    ['width=16', 'strides=[[2,1],[2,2]]']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _bytes(value: object) -> object:
@@ -106,9 +122,9 @@ class Settings(Checked):
     """What training and its check ask of a network and its plan."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     data: str | None
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; the data's own unless given."""
@@ -302,9 +318,9 @@ class NetworkConfig(Checked):
     """A network and the sizes for which it is planned."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; a zoo network's published one unless given."""
     classes: int | None = Field(default=None, gt=0)
