@@ -4,6 +4,7 @@ The command line's flags, a recipe's keys and `OUT/config.yaml` are these fields
 check serves all three. Each field's text below is its help on the command line.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from shoal.errors import ConfigError, suggestion
 from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
+from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimizer
 from shoal.units import parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
@@ -26,30 +28,18 @@ def _split_sizes(value: object) -> object:
     return value.replace("x", ",").split(",") if isinstance(value, str) else value
 
 
+_BETWEEN = re.compile(r",(?![^\[]*\])")
+"""Commas between options, not those of a list in brackets."""
+
+
 def _split_options(value: object) -> object:
-    """`"width=16,norm=none"` from a command line is the mapping of a recipe, its values read as YAML's."""
+    """`"width=16,sizes=[3,5]"` from a command line is the mapping of a recipe, its values read as YAML's."""
     if not isinstance(value, str):
         return value
-    pairs = [part.partition("=") for part in _split_outside_brackets(value) if part]
+    pairs = [part.partition("=") for part in _BETWEEN.split(value) if part]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("name=value, or several with commas between")
     return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    """At the commas that are in no list.
-
-    >>> _split_outside_brackets("width=16,strides=[[2,1],[2,2]]")
-    ['width=16', 'strides=[[2,1],[2,2]]']
-    """
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 def _bytes(value: object) -> object:
@@ -161,16 +151,30 @@ class TrainConfig(Settings):
 
     epochs: int = Field(default=5, gt=0)
     """Passes over the training set."""
-    lr: float = Field(default=0.05, gt=0)
-    """Peak learning rate."""
+    optimizer: OptimizerName = "sgd"
+    """What makes a step of the gradients, as torch.optim has it; one device's steps under any plan."""
+    optimizer_options: Options = Field(default_factory=dict)
+    """Further options of the optimizer, such as betas=[0.9,0.95],eps=1e-6 or nesterov=true."""
+    lr: float = Field(default=Sgd.lr, gt=0)
+    """Peak learning rate; of adam, adamw and rmsprop 0.001 and of adagrad 0.01 unless given."""
     schedule: Schedule = "cosine"
     """How the rate falls: cosine to zero, step (a tenth after 1/2 and again after 3/4), or constant."""
     warmup: float = Field(default=0.0, ge=0)
     """Epochs in which the rate climbs to its peak, before the schedule begins."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of SGD."""
-    weight_decay: float = Field(default=5e-4, ge=0)
-    """L2 penalty on the weights."""
+    momentum: float = Field(default=Sgd.momentum, ge=0, lt=1)
+    """Momentum of sgd and rmsprop, of which rmsprop has none unless given."""
+    weight_decay: float = Field(default=Sgd.weight_decay, ge=0)
+    """Penalty on the weights; of adamw 0.01 and of the others but sgd 0 unless given."""
+    accumulate: int = Field(default=1, gt=0)
+    """Batches of one step: as a step on so many times --batch, in the memory of one, but for batch norm."""
+    clip: float | None = Field(default=None, gt=0)
+    """Largest norm of the gradients of the whole network; longer ones are scaled down to it."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of every label that is spread over all classes in training; tests take labels as they are."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Forward passes of training in lower precision, by autocast; fp16 scales the loss. Tests are in full precision."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of a running average of the weights, such as 0.999, which is then what is tested and saved as weights."""
 
     replicas: int = Field(
         default=1,
@@ -214,12 +218,35 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
+        self._decide_rates()
         if self.exchange is not None and not self.tells("replicas"):  # between whom, if not between all workers?
             self.__dict__["replicas"] = self.workers
         if not self.tells("workers"):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
         return self
+
+    def optimizer_settings(self) -> OptimizerOptions:
+        """The optimizer's own options, checked."""
+        return parse_optimizer(self.optimizer, self.optimizer_options)
+
+    def _decide_rates(self) -> None:
+        """Rate, momentum and weight decay that are usual for the optimizer, where they were not given."""
+        options = self.optimizer_settings()
+        self.__dict__["optimizer_options"] = options.model_dump(mode="json", exclude_unset=True)
+        if options.momentum is None and self.tells("momentum") and self.momentum:
+            raise ConfigError(
+                f"momentum = {self.momentum:g} is not for {self.optimizer}, which has none of this name.",
+                "Leave --momentum out; what the optimizer has instead is said with --optimizer-options.",
+            )
+        for name in ("lr", "momentum", "weight_decay"):
+            if not self.tells(name):
+                self.__dict__[name] = getattr(options, name) or 0.0
+        if isinstance(options, Sgd) and options.nesterov and (not self.momentum or options.dampening):
+            raise ConfigError(
+                f"nesterov = true does not go with momentum = {self.momentum:g} and dampening = {options.dampening:g}.",
+                "Nesterov's needs a --momentum above 0, and no dampening.",
+            )
 
     def on(self, workers: int) -> Self:
         """The same settings on so many workers; what was not given is decided anew."""
@@ -230,6 +257,8 @@ class TrainConfig(Settings):
         options = self.exchange_settings()
         usual = type(self).model_fields["batch"].default
         told = []
+        if self.optimizer != "sgd" and not (self.tells("lr") and self.tells("weight_decay")):
+            told.append(f"{self.optimizer} with --lr {self.lr:g} and --weight-decay {self.weight_decay:g}.")
         if options is not None and self.replicas == 1:
             told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
         if not self.tells("batch") and self.batch != usual:
@@ -250,6 +279,7 @@ class TrainConfig(Settings):
         if options is None:
             unknown = self.slow
         else:
+            self._check_steps(options)
             unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
             self._check_batch(options)
         if unknown:
@@ -262,6 +292,19 @@ class TrainConfig(Settings):
             raise ConfigError(f"slow: there is no rank {rank!r} among {self.workers} workers.", "Ranks count from 0.")
         if not isinstance(factor, int | float) or factor < 1:
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
+
+    def _check_steps(self, options: ExchangeOptions) -> None:
+        """What is done around a step, where replicas exchange in its place."""
+        if self.ema is not None and not options.averages_every_step:
+            raise ConfigError(
+                f"ema = {self.ema:g} averages the weights of every step, which with {options.name} no replica sees.",
+                "Leave --ema out, or use an exchange after every step of which all have the same weights: allreduce.",
+            )
+        if self.amp == "fp16":
+            raise ConfigError(
+                f"amp = 'fp16' leaves out steps with infinite gradients, on which {options.name} would have to agree.",
+                "Give --amp bf16, which needs no scaling.",
+            )
 
     def _check_batch(self, options: ExchangeOptions) -> None:
         options.check_replicas(self.replicas)
@@ -290,6 +333,11 @@ class TrainConfig(Settings):
         """Samples of one gradient of one replica: its share of the batch."""
         options = self.exchange_settings()
         return self.batch if options is None else self.batch // options.parts_of_batch(self.replicas)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all workers together."""
+        return self.batch * self.accumulate
 
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""

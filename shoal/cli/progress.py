@@ -70,8 +70,9 @@ class _Lines(Listener):
             f"{about.model} ({about.parameters:,} parameters) on {about.data} "
             f"({about.train_samples:,} + {about.test_samples:,} samples, {about.origin})"
         )
+        batch = f"{about.batch}" if about.accumulate == 1 else f"{about.accumulate} x {about.batch}"
         self._print(
-            f"{about.epochs} epochs of {about.steps_per_epoch} steps, batch {about.batch}, "
+            f"{about.epochs} epochs of {about.steps_per_epoch} steps, batch {batch}, "
             f"{_workers(about)}{about.device}, threads {about.threads}, results in {folder.path}"
         )
         if about.done:
