@@ -16,6 +16,7 @@ from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.errors import ConfigError, ModelError
+from shoal.launching import tell_stage
 from shoal.machine import threads_each
 from shoal.training.network import Network, on_one_device
 from shoal.transport import Transport
@@ -57,7 +58,13 @@ def prepare(
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
-    splits, loader, model = agree(transport, lambda: load_whole(config))
+
+    def loaded() -> tuple[Splits, Loader, nn.Module]:
+        whole = load_whole(config)
+        tell_stage("have loaded data and network")
+        return whole
+
+    splits, loader, model = agree(transport, loaded)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
     network = on_one_device(model, config.plan)
