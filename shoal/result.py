@@ -100,6 +100,9 @@ class RunResult(BaseModel):
     """From the first step to the last test, over all resumed parts."""
     parameters: int
     batch: int
+    accumulate: int = 1
+    """Batches of one step."""
+    optimizer: str = "sgd"
     threads: int
     device: str
     origin: str

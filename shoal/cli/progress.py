@@ -96,9 +96,10 @@ class _Lines(Listener):
             f"({about.train_samples:,} + {about.test_samples:,} samples)"
         )
         self._print(f"data: {about.origin}; results: {folder.path}")
+        batch = f"{about.batch}" if about.accumulate == 1 else f"{about.accumulate} x {about.batch}"
         self._print(
             f"{about.epochs} epoch{'s' if about.epochs > 1 else ''} of {about.steps_per_epoch} steps, "
-            f"batch {about.batch}, {_workers(about)}{about.device}, threads {about.threads}"
+            f"batch {batch}, {_workers(about)}{about.device}, threads {about.threads}"
         )
         if about.searched and about.plan_in_words:
             name = "" if about.plan.startswith(AUTO) else about.plan

@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
@@ -222,16 +224,22 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inferen
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
     splits, _, model = load_whole(alone)
+    assert isinstance(options, Kind)
     if config.optimizer != "sgd" or config.optimizer_options:  # of SGD servers can do all that it is told otherwise
-        assert isinstance(options, Kind)
         options.taken_over(make_optimizer(alone, model.parameters()))
+    if config.clip is not None and options.taken_over(torch.optim.SGD(model.parameters())) is not None:
+        raise ConfigError(
+            f"clip = {config.clip:g} is of the gradients that a step is made of, and with {options.name} servers step, "
+            "each of which has a part of them.",
+            "Leave --clip out, or use an exchange whose replicas step themselves, such as allreduce or local.",
+        )
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,
         splits,
         parameters=count_parameters(model),
         # The same samples as one worker would see with the whole batch, in whole batches of it.
-        steps_per_epoch=len(splits.train) // config.batch * together,
+        steps_per_epoch=len(splits.train) // config.samples_per_step * together,
         plan=config.plan,
         device=config.device if config.device != "auto" else "cpu",
         exchange=options.name,
@@ -245,8 +253,9 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inferen
         )
     if not about.steps_per_epoch:
         raise ConfigError(
-            f"batch = {config.batch} is larger than the data set, which has {about.train_samples} samples.",
-            f"Give a --batch of at most {about.train_samples}.",
+            f"a step on {config.samples_per_step} samples is larger than the data set, which has "
+            f"{about.train_samples}.",
+            f"Give a --batch, times --accumulate, of at most {about.train_samples}.",
         )
     return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
 

@@ -97,7 +97,7 @@ def train_replica(
             config.slow.get("factor", 1) if config.slow.get("rank") == number * transport.world + transport.rank else 1
         )
         try:
-            most = min(MOST_BATCHES, job.loader.order.steps_per_epoch // (LEAST_ORDERS * config.replicas))
+            most = min(MOST_BATCHES, job.steps_per_epoch // (LEAST_ORDERS * config.replicas))
             stayed = _Life(job, exchange, seat, transport, options, slow, stop, most).live()
         except (RuntimeError, MemoryError) as error:
             told = out_of_memory(error, config)
@@ -240,13 +240,13 @@ class _Life:
             self._exchange.catch_up()
             self._behind = False
         begun = time.perf_counter()
-        x, y = job.loader.batch(batch.epoch, batch.step)
-        loss = backward(job, x, y)
+        part = backward(job, job.batches(batch.epoch, batch.step))
         if self._slow > 1:
             time.sleep((self._slow - 1) * (time.perf_counter() - begun))
         applied = self._exchange.step(batch.rate)
-        part = job.network.part_in_mean(loss, y).item()
-        losses = [row[0] for row in job.network.gather([part])]
+        if job.average is not None:
+            job.average.update()
+        losses = [row[0] for row in job.network.gather([part.item()])]
         seconds = time.perf_counter() - begun
         self._steps.append(Step(batch.number, sum(losses), seconds))
         self._wants = self._batches_in_a_moment(seconds)
@@ -290,16 +290,14 @@ class _Life:
         self._tell(Settling(self._take_done()))
         tested = None
         with self._exchange.showing():
-            if order.evaluate:
-                tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
             state = checkpoint.state_of(job) if order.save else None
-            whole = job.network.whole() if order.last else None
-            buffers = []
-            if self._transport.rank == 0 and state is not None:
-                buffers.append(_bytes_of_state(state))
-            if whole is not None:
-                buffers.append(_bytes_of_weights(whole, inference_of(job.config, job.splits)))
-        self._tell(HasTested(order.after, tested), buffers)
+            with job.tested():
+                if order.evaluate:
+                    tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
+                whole = job.network.whole() if order.last else None
+                weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
+            states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []
+        self._tell(HasTested(order.after, tested), [*states, *weights])
         self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
 
     def _hand_in(self, order: HandIn) -> None:

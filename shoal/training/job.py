@@ -5,20 +5,25 @@ can be trained.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
+from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
 from shoal.launching import tell_stage
 from shoal.machine import threads_each
-from shoal.training.network import Network, on_one_device
+from shoal.training.average import WeightAverage
+from shoal.training.network import Criterion, Network, on_one_device
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -35,11 +40,28 @@ class Job:
     loader: Loader
     """Gives this rank's part of every training batch."""
     device: torch.device
+    average: WeightAverage | None = None
+    scaler: torch.amp.GradScaler | None = None
+    """Keeps small gradients from vanishing in float16."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch; batches at its end that are too few for one are left out."""
+        return self.loader.order.steps_per_epoch // self.config.accumulate
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.epochs * self.loader.order.steps_per_epoch
+        return self.config.epochs * self.steps_per_epoch
+
+    def batches(self, epoch: int, step: int) -> list[Batch]:
+        """This rank's part of the batches of one step, read here and now."""
+        first = step * self.config.accumulate
+        return [self.loader.batch(epoch, number) for number in range(first, first + self.config.accumulate)]
+
+    def tested(self) -> AbstractContextManager[None]:
+        """Within, the network has the weights that are tested and saved: their average, where there is one."""
+        return nullcontext() if self.average is None else self.average.shown()
 
 
 def prepare(
@@ -67,17 +89,37 @@ def prepare(
     splits, loader, model = agree(transport, loaded)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
-    network = on_one_device(model, config.plan)
+    criterion = _criterion(config)
+    network = on_one_device(model, config.plan, criterion)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
-        network = lay_over_ranks(model, config, transport, shapes, lambda: _build(config, splits), planning_progress)
+        network = lay_over_ranks(
+            model, config, transport, shapes, criterion, lambda: _build(config, splits), planning_progress
+        )
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
+    return equipped(config, splits, network, loader, device)
+
+
+def _criterion(config: TrainConfig) -> Criterion:
+    """What training makes smaller."""
+    smoothing = config.label_smoothing
+    return partial(F.cross_entropy, label_smoothing=smoothing) if smoothing else F.cross_entropy
+
+
+def equipped(config: TrainConfig, splits: Splits, network: Network, loader: Loader, device: torch.device) -> Job:
+    """A network and its batches, with what makes steps of gradients."""
     optimizer = make_optimizer(config, network.module.parameters())
-    return Job(config, splits, network, optimizer, loader, device)
+    if config.clip is not None:
+        # With the optimizer's own step, whoever asks for it: an exchange averages gradients before.
+        longest = config.clip
+        optimizer.register_step_pre_hook(lambda *_: network.clip_gradients(longest))
+    average = None if config.ema is None else WeightAverage(dict(network.module.named_parameters()), config.ema)
+    scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
+    return Job(config, splits, network, optimizer, loader, device, average, scaler)
 
 
 def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -99,6 +141,12 @@ def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
     splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
     loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
+    if order.steps_per_epoch < config.accumulate:
+        raise ConfigError(
+            f"accumulate = {config.accumulate} batches of {config.batch} samples are more than the "
+            f"{len(splits.train)} to train on.",
+            "Give a smaller --accumulate or --batch.",
+        )
     torch.manual_seed(config.seed)
     model = _build(config, splits).to(device)
     _check_fit(model, config.model, splits, loader)

@@ -39,6 +39,8 @@ class About:
     """Whether the run goes on without a replica that is lost."""
     done: int
     """Steps of an earlier part of the run."""
+    accumulate: int = 1
+    """Batches of one step."""
 
 
 class Listener:

@@ -49,6 +49,7 @@ def describe(
         timeout=config.timeout,
         survives=survives,
         done=done,
+        accumulate=config.accumulate,
     )
 
 
@@ -112,6 +113,8 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         wall_seconds=measured.wall_seconds,
         parameters=about.parameters,
         batch=about.batch,
+        accumulate=about.accumulate,
+        optimizer=config.optimizer,
         threads=about.threads,
         device=about.device,
         origin=about.origin,
