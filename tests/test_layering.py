@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"exchanging"},
     "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"launching", "planning", "training", "replicas"},
+    "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
