@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shoal.machine import has_gpu_driver
+
 READ_WHILE_LOADING = (
     *("CUDA", "DNNL", "GLIBC", "GOMP", "HIP", "KMP", "LD", "MALLOC", "MKL", "NCCL", "NUMEXPR", "OMP", "ONEDNN"),
     *("OPENBLAS", "PYTHON", "PYTORCH", "THP", "TORCH"),
@@ -34,8 +36,6 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 """Those that ask for an end in good order."""
-GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""There where a driver of NVIDIA or AMD is loaded."""
 _PR_SET_NAME = 15
 
 _loaded_with: Mapping[str, str] | None = None
@@ -83,7 +83,7 @@ def _script_aside() -> Iterator[None]:
 
 def _can_fork() -> bool:
     """Whether a process that is forked from the helper, there or not yet, is as one that is spawned now."""
-    if sys.platform != "linux" or any(path.exists() for path in GPU_FILES):
+    if sys.platform != "linux" or has_gpu_driver():
         return False
     if _loaded_with is None:  # one that is there all the same is of the user's own program, with other things in it
         return _helper() is None

@@ -61,6 +61,7 @@ def train_here(
                 on_stop=conducting.stop,
                 on_lost=lambda replica, failure: conducting.lost(replica, _why(failure)),
                 others=lambda: options.survives and conducting.goes_on,
+                on_stage=listener.starting,
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported

@@ -200,6 +200,7 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
         threads=threads_each(config.threads, config.workers),
         timeout=config.timeout,
         device=kind_of_device(config, config.workers),
+        on_stage=listener.starting,
     )
     return results[0]
 

@@ -20,6 +20,7 @@ from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
+from shoal.launching import tell_stage
 from shoal.machine import threads_each
 from shoal.training.average import WeightAverage
 from shoal.training.network import Criterion, Network, on_one_device
@@ -84,7 +85,13 @@ def prepare(
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
-    splits, loader, model = agree(transport, lambda: load_whole(config, own))
+
+    def loaded() -> tuple[Splits, Loader, nn.Module]:
+        whole = load_whole(config, own)
+        tell_stage("have loaded data and network")
+        return whole
+
+    splits, loader, model = agree(transport, loaded)
     _check_weights(transport, own)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})

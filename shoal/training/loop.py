@@ -106,7 +106,7 @@ class Run:
             job.splits,
             parameters=job.network.parameters,
             steps_per_epoch=job.steps_per_epoch,
-            plan=job.network.plan.name,
+            plan=job.network.plan,
             device=str(job.device),
             done=self.progress.steps,
         )

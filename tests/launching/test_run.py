@@ -45,6 +45,13 @@ def test_each_rank_returns_its_result() -> None:
     assert run(jobs.add_up, 10, workers=2, threads=1, timeout=60) == [(0, 21, 1, "1"), (1, 21, 1, "1")]
 
 
+def test_how_far_ranks_are_is_told_on_their_way() -> None:
+    told: list[tuple[str, int, int]] = []
+    run(jobs.load_slowly, workers=2, on_stage=lambda *stage: told.append(stage))
+    assert [stage for stage in told if stage[0] == "have loaded"] == [("have loaded", 1, 2), ("have loaded", 2, 2)]
+    assert told[0][0] == "have begun"
+
+
 def test_ranks_work_where_their_parent_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(jobs.where, workers=1, timeout=60) == [tmp_path]
