@@ -112,9 +112,9 @@ class Settings(Checked):
     """What training and its check ask of a network and its plan."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     data: str | None
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; the data's own unless given."""
@@ -368,9 +368,9 @@ class NetworkConfig(Checked):
     """A network and the sizes for which it is planned."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; a zoo network's published one unless given."""
     classes: int | None = Field(default=None, gt=0)
