@@ -1,7 +1,8 @@
 """How a process of a run begins: forked from a helper that has loaded torch, instead of loading it anew.
 
 Promise   as if it had been spawned: it finds the environment, the streams and the cores that this process has at that
-          moment, and draws random numbers of its own. The folder is its caller's to set, as after a spawn.
+          moment, and draws random numbers of its own. The folder is its caller's to set, as after a spawn. Unlike one
+          that is spawned it does not run the user's script again: what it needs of that must come with its arguments.
 Cost      one helper for all processes that this one starts, for as long as this one lives. It loads torch while the
           first of them waits, as that would do itself; the others begin at once and share the memory of what is loaded.
 Failure   a process is spawned where there is no fork, on hosts with GPUs, whose drivers do not bear one once they were
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shoal.machine import has_gpu_driver
@@ -63,8 +65,20 @@ def load_ahead() -> None:
 
 def _started(context: Any, args: tuple[Any, ...]) -> BaseProcess:
     process: BaseProcess = context.Process(target=_live, args=args, name=args[0])
-    process.start()
+    with _script_aside():
+        process.start()
     return process
+
+
+@contextmanager
+def _script_aside() -> Iterator[None]:
+    """Let no new process run the user's script once more, which may have no `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _can_fork() -> bool:

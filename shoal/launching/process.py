@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import cloudpickle
+
 from shoal.errors import ConfigError
 from shoal.launching import forked
 from shoal.launching.failure import Failure
@@ -97,14 +99,15 @@ def load_ahead(ranks: int, threads: int | None) -> None:
 
 
 def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
-    """What a process is to do, pickled; a `ConfigError` where it cannot be."""
+    """What a process is to do, pickled, with all that is not to be imported; a `ConfigError` where it cannot be."""
     try:
-        return pickle.dumps((function, args))
+        payload: bytes = cloudpickle.dumps((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"what the ranks are to do cannot be sent to them: {error}.",
-            "Give a function that can be imported, and arguments (such as a listener) that survive pickling.",
+            "Give a function and arguments (such as a listener) that survive pickling.",
         ) from None
+    return payload
 
 
 def start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> Process:
@@ -241,7 +244,7 @@ def _serve(
         function, args = pickle.loads(payload)
         tell_stage("have begun")
         with joined(world, device, timeout):
-            pipe.send_bytes(pickle.dumps((function(*args),)))
+            pipe.send_bytes(cloudpickle.dumps((function(*args),)))
             _wait_for_goodbye(pipe)
     except BaseException as error:  # whatever it is, the launcher reports it
         failure = Failure.of(error, world.number)

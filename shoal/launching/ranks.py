@@ -46,7 +46,7 @@ def run(
 ) -> list[Result]:
     """`function(*args)` on `workers` new processes of this host, joined in one process group; what each returned.
 
-    `function` must be importable, arguments and results picklable; a rank learns who it is from `torch.distributed`.
+    Function, arguments and results must be picklable, by cloudpickle; a rank learns who it is from `torch.distributed`.
     A rank that waits longer than `timeout` seconds for another gives up. `on_stage` hears how far they are with what
     they tell by `tell_stage`.
 

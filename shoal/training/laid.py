@@ -89,7 +89,10 @@ class LaidNetwork(Network):
         clip_grad_norm_(self.module, longest)
 
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
-        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)))
+        share = self.module.loss_share  # by weights of classes, where the loss has such
+        if share is None:
+            share = y.numel() / prod(self._shapes.labels(self._shapes.train))
+        return loss.detach().double() * share
 
     def agreed(self, wish: bool) -> bool:
         # The wish travels with the numbers that ranks tell each other at the start of every forward pass.

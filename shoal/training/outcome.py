@@ -10,6 +10,7 @@ from shoal.planning.strategies import AUTO
 from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
 from shoal.training.evaluate import Evaluation
 from shoal.training.listener import About
+from shoal.training.own_objects import PREFIX
 
 
 def describe(
@@ -57,7 +58,7 @@ def inference_of(config: TrainConfig, splits: Splits) -> Inference:
     """What the network of a run needs beside its weights. `config` is that of the ranks that test."""
     return Inference(
         task=splits.train.task,
-        model=config.model,
+        model=None if config.model.startswith(PREFIX) else config.model,
         model_options=config.model_options,
         input=splits.train.shape,
         classes=splits.train.class_names,

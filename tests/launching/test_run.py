@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_what_cannot_be_sent_back_is_an_error_of_its_rank() -> None:
 
 def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be sent"):
-        run(lambda: None, workers=2)
+        run(print, threading.Lock(), workers=2)
 
 
 def parent(function: str, folder: str) -> subprocess.Popen[str]:
