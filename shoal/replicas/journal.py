@@ -192,6 +192,7 @@ class Journal:
             4 * self._about.parameters, self._config.replicas, in_memory=held == "direct"
         )
         return Measured(
+            epochs=self._config.epochs,
             steps=counted,
             samples=counted * per_batch,
             final_loss=self._last_loss,
