@@ -97,6 +97,8 @@ def _fit(model: nn.Module, path: Path) -> Fit:
 def _shapes(path: Path) -> dict[str, Shape]:
     """Of every tensor of a file, without reading any."""
     try:
+        if path.is_dir():
+            raise IsADirectoryError(f"it is a folder, whose file may be {str(path / 'model.safetensors')!r}")
         with safe_open(str(path), framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:

@@ -188,10 +188,21 @@ def load_whole(
         )
     torch.manual_seed(config.seed)
     model = own.build(config, splits).to(device)
+    _check_precision(model, config)
     if fresh:
         initial.take_weights(model, config)
     _check_fit(model, config.model.removeprefix(PREFIX), splits, loader, own)
     return splits, loader, model
+
+
+def _check_precision(model: nn.Module, config: TrainConfig) -> None:
+    """Refuse to lower what autocast leaves as it is."""
+    wide = next((name for name, p in model.named_parameters() if p.dtype == torch.float64), None)
+    if config.amp != "off" and wide is not None:
+        raise ConfigError(
+            f"amp = {config.amp!r} lowers float32, and {wide!r} of the network is float64.",
+            "Leave --amp out, or build the network in float32.",
+        )
 
 
 def _train_shape(loader: Loader) -> tuple[int, ...]:

@@ -62,6 +62,8 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.safetensors"
     if content is not None:
         path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="it is a folder, whose file may be"):
+        begun(init=tmp_path)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors' cannot be read as safetensors") as refused:
         begun(init=path)
     assert "model.safetensors" in refused.value.remedy
