@@ -50,9 +50,10 @@ ALLOWED: dict[str, set[str]] = {
     "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"launching", "planning", "training", "replicas"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
+    "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "verifying"},
+    | {"training", "replicas", "running", "verifying", "using"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -28,18 +28,21 @@ def evaluate(
     batch: int,
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
+    hear: Callable[[Tensor, Tensor], None] = lambda *_: None,
 ) -> Evaluation | None:
     """Test `network` on every sample of `data`, in evaluation mode; None if `stop` said so meanwhile.
 
     Ranks share each batch as in training; their counts are summed once, at the end. Leaves the network in training
-    mode and the random state untouched.
+    mode and the random state untouched. `hear` gets scores and labels of this rank's part of every batch.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=device)
     with network.evaluating() as (model, part), torch.inference_mode():
         for x, y in sequential_batches(data, batch, part):
             if stop():
                 return None
-            totals += _counts(model(x.to(device)), y.to(device))
+            scores, truth = model(x.to(device)), y.to(device)
+            totals += _counts(scores, truth)
+            hear(scores, truth)
     loss, right, count, overlap, union = map(sum, zip(*network.gather(totals.tolist()), strict=True))
     iou = (overlap / union if union else 1.0) if data.task == "segment" else None
     return Evaluation(loss / count, right / count, iou)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from shoal import data, planning, zoo
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ModelError
 from shoal.machine import threads_each
+from shoal.training.device import choose_device
 from shoal.training.network import Network, on_one_device
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -79,7 +80,7 @@ def prepare(
 
 def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
-    device = _choose_device(config.device)
+    device = choose_device(config.device)
     planning.check(config.plan, config.workers)
     splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
@@ -103,22 +104,6 @@ def _train_shape(loader: Loader) -> tuple[int, ...]:
     """Of a whole training batch."""
     sample = loader.data.shape
     return (loader.order.batch, *(loader.augment.out_shape(sample) if loader.augment else sample))
-
-
-def _choose_device(wanted: str) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if wanted == "auto":
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(wanted)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        reason = str(error).splitlines()[0].rstrip(".")
-        devices = f"cpu, {accelerator}" if accelerator else "cpu"
-        raise ConfigError(
-            f"device {wanted!r} cannot be used: {reason}.", f"This machine has {devices}; see `shoal doctor`."
-        ) from None
-    return device
 
 
 def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> None:
