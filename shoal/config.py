@@ -4,6 +4,7 @@ The command line's flags, a recipe's keys and `OUT/config.yaml` are these fields
 check serves all three. Each field's text below is its help on the command line.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from shoal.errors import ConfigError, suggestion
 from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
+from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimizer
 from shoal.units import parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
@@ -26,11 +28,15 @@ def _split_sizes(value: object) -> object:
     return value.replace("x", ",").split(",") if isinstance(value, str) else value
 
 
+_BETWEEN = re.compile(r",(?![^\[]*\])")
+"""Commas between options, not those of a list in brackets."""
+
+
 def _split_options(value: object) -> object:
-    """`"width=16,norm=none"` from a command line is the mapping of a recipe, its values read as YAML's."""
+    """`"width=16,sizes=[3,5]"` from a command line is the mapping of a recipe, its values read as YAML's."""
     if not isinstance(value, str):
         return value
-    pairs = [part.partition("=") for part in value.split(",") if part]
+    pairs = [part.partition("=") for part in _BETWEEN.split(value) if part]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("name=value, or several with commas between")
     return {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
@@ -145,16 +151,20 @@ class TrainConfig(Settings):
 
     epochs: int = Field(default=5, gt=0)
     """Passes over the training set."""
-    lr: float = Field(default=0.05, gt=0)
-    """Peak learning rate."""
+    optimizer: OptimizerName = "sgd"
+    """What makes a step of the gradients, as torch.optim has it; one device's steps under any plan."""
+    optimizer_options: Options = Field(default_factory=dict)
+    """Further options of the optimizer, such as betas=[0.9,0.95],eps=1e-6 or nesterov=true."""
+    lr: float = Field(default=Sgd.lr, gt=0)
+    """Peak learning rate; of adam, adamw and rmsprop 0.001 and of adagrad 0.01 unless given."""
     schedule: Schedule = "cosine"
     """How the rate falls: cosine to zero, step (a tenth after 1/2 and again after 3/4), or constant."""
     warmup: float = Field(default=0.0, ge=0)
     """Epochs in which the rate climbs to its peak, before the schedule begins."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of SGD."""
-    weight_decay: float = Field(default=5e-4, ge=0)
-    """L2 penalty on the weights."""
+    momentum: float = Field(default=Sgd.momentum, ge=0, lt=1)
+    """Momentum of sgd and rmsprop, of which rmsprop has none unless given."""
+    weight_decay: float = Field(default=Sgd.weight_decay, ge=0)
+    """Penalty on the weights; of adamw 0.01 and of the others but sgd 0 unless given."""
 
     replicas: int = Field(
         default=1,
@@ -198,12 +208,35 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
+        self._decide_rates()
         if self.exchange is not None and not self.tells("replicas"):  # between whom, if not between all workers?
             self.__dict__["replicas"] = self.workers
         if not self.tells("workers"):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
         return self
+
+    def optimizer_settings(self) -> OptimizerOptions:
+        """The optimizer's own options, checked."""
+        return parse_optimizer(self.optimizer, self.optimizer_options)
+
+    def _decide_rates(self) -> None:
+        """Rate, momentum and weight decay that are usual for the optimizer, where they were not given."""
+        options = self.optimizer_settings()
+        self.__dict__["optimizer_options"] = options.model_dump(mode="json", exclude_unset=True)
+        if options.momentum is None and self.tells("momentum") and self.momentum:
+            raise ConfigError(
+                f"momentum = {self.momentum:g} is not for {self.optimizer}, which has none of this name.",
+                "Leave --momentum out; what the optimizer has instead is said with --optimizer-options.",
+            )
+        for name in ("lr", "momentum", "weight_decay"):
+            if not self.tells(name):
+                self.__dict__[name] = getattr(options, name) or 0.0
+        if isinstance(options, Sgd) and options.nesterov and (not self.momentum or options.dampening):
+            raise ConfigError(
+                f"nesterov = true does not go with momentum = {self.momentum:g} and dampening = {options.dampening:g}.",
+                "Nesterov's needs a --momentum above 0, and no dampening.",
+            )
 
     def on(self, workers: int) -> Self:
         """The same settings on so many workers; what was not given is decided anew."""
@@ -214,6 +247,8 @@ class TrainConfig(Settings):
         options = self.exchange_settings()
         usual = type(self).model_fields["batch"].default
         told = []
+        if self.optimizer != "sgd" and not (self.tells("lr") and self.tells("weight_decay")):
+            told.append(f"{self.optimizer} with --lr {self.lr:g} and --weight-decay {self.weight_decay:g}.")
         if options is not None and self.replicas == 1:
             told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
         if not self.tells("batch") and self.batch != usual:

@@ -20,7 +20,8 @@
             └── LeftError       exit 0   one replica of several, asked to stop, left in good order; the others go on
 
 A problem names the value that was wrong; a remedy is what to do next. The command line prints both
-as one message and exits with the class's code; a traceback is shown only for our own bugs.
+as one message and exits with the class's code; a traceback follows only what nobody raised
+on purpose: an error in the user's own code, or a bug of ours.
 """
 
 import re

@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary neighbour of `path`, then put it in place in one step.
 
     A crash or a kill at any moment leaves the old file or the new one, never a part. The data is on the
-    disk before the name appears. The temporary name is removed when `write` raises.
+    disk before the name appears. The temporary name is removed when `write` raises. Whoever may read a new file in
+    this folder may read this one, also where `write` makes its file for its owner alone, as safetensors does.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        draft.touch()
+        usual = draft.stat().st_mode
         write(draft)
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
+        if draft.stat().st_mode != usual:
+            draft.chmod(stat.S_IMODE(usual))
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ needs to trust the numbers (machine, threads, ranks, versions, date) stands besi
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +40,14 @@ class Timings:
     def with_kernels(self, found: dict[str, tuple[float, float]]) -> Self:
         """The same with more kernels."""
         return replace(self, kernels={**self.kernels, **found})
+
+    def only(self, kernels: Collection[str], networks: Collection[str]) -> Self:
+        """The same with these kernels, and for these networks, as far as it has them."""
+        return replace(
+            self,
+            kernels={name: times for name, times in self.kernels.items() if name in kernels},
+            in_situ={name: factor for name, factor in self.in_situ.items() if name in networks},
+        )
 
     def save(self, path: str | Path) -> None:
         """Write as JSON; the file appears whole or not at all."""

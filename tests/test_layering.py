@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference"),
+    *("exchanges", "inference", "optimizers"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "graph": {"partition"},
     "plan": {"errors", "files", "partition"},
     "exchanges": {"errors"},
-    "config": {"errors", "machine", "units", "exchanges"},
+    "optimizers": {"errors"},
+    "config": {"errors", "machine", "units", "exchanges", "optimizers"},
     "result": {"_version"},
     "inference": {"errors"},
     "verdict": set(),

@@ -78,7 +78,7 @@ def main() -> NoReturn:
 
 
 def _told(error: BaseException) -> tuple[str, int]:
-    """The message for people and the exit code; our own bugs are raised again, with their traceback."""
+    """The message for people and the exit code; for what nobody expected, a traceback follows the message."""
     match error:
         case LeftError():
             return f"shoal: {error.problem}", error.exit_code
@@ -93,8 +93,14 @@ def _told(error: BaseException) -> tuple[str, int]:
         case KeyboardInterrupt() | click.Abort():
             remedy = "Run the command again; a training whose folder has a checkpoint goes on with --resume."
             return f"shoal: interrupted.\n{remedy}", 130
-        case _:
+        case SystemExit():
             raise error
+        case _:
+            from shoal import launching  # only now: `shoal --help` need not load it
+
+            failure = launching.Failure.of(error, 0)
+            remedy = "If it comes from your own code, the end of the traceback shows where; else it is a bug of ours."
+            return f"shoal: {failure.what}.\n{remedy}\n\n{failure.trace}", 1
 
 
 def _end_as_rank(error: BaseException) -> None:

@@ -17,7 +17,7 @@ from shoal.cluster import Cluster
 from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
 from shoal.errors import ConfigError, InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers, timings_about
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
@@ -44,7 +44,7 @@ class Report:
 
     plan: Plan
     price: Price
-    why: Mapping[str, Alternative]
+    why: Mapping[str, Alternative | None]
     search: SearchResult
     entrants: Mapping[str, Price]
     """What was or would be raced, by name."""
@@ -135,7 +135,7 @@ def _profile(config: ProfileConfig, progress: OnMeasured) -> Timings:
     tell = progress if transport.rank == 0 else _silent
     timings = measured_speeds(captured, transport, progress=tell, fresh=config.fresh)
     tell(1, 1, "")
-    return timings
+    return timings_about(captured, transport.world, timings)
 
 
 def _silent(done: int, total: int, what: str) -> None:

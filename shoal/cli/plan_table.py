@@ -83,7 +83,7 @@ def _word(op: str) -> str:
     return "norm" if word.endswith("norm") else word
 
 
-def show_layers(console: Console, price: Price, graph: LayerGraph, why: Mapping[str, Alternative]) -> None:
+def show_layers(console: Console, price: Price, graph: LayerGraph, why: Mapping[str, Alternative | None]) -> None:
     """The table of stages."""
     rows = rows_of(price, graph)
     cells = [

@@ -135,7 +135,7 @@ def taken_over(optimizer: torch.optim.Optimizer, way_out: str, *, adagrad: bool 
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad) if adagrad else torch.optim.SGD):
         raise ConfigError(
             f"here servers step in the place of the optimizer, as {rule}, and cannot do what {kind} does.",
-            f"Use torch.optim.{rule}; or, to step by {kind}, {way_out}.",
+            f"Use torch.optim.{rule} (--optimizer {rule.lower()}); or, to step by {kind}, {way_out}.",
         )
     groups = optimizer.param_groups
     for name, plain in _PLAIN.items():

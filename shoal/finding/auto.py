@@ -26,7 +26,7 @@ from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured
-from shoal.profiling.profile import OnMeasured, profile
+from shoal.profiling.profile import OnMeasured, profile, tiles_to_time
 from shoal.timings import Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -138,6 +138,13 @@ def measured_speeds(
     if transport.rank == 0:
         cache.save_timings(key, timings)
     return timings
+
+
+def timings_about(captured: Captured, ranks: int, timings: Timings) -> Timings:
+    """Of what was measured on this machine, what is about this network: the cache holds kernels of others too."""
+    graph = captured.graphs[True]
+    tiles = tiles_to_time(stages_of(graph, ranks), flowing_values(graph), dtype_name(captured))
+    return timings.only({tile[0] for tile in tiles}, {fingerprint(graph)})
 
 
 def _in_situ(captured: Captured, transport: Transport, timings: Timings) -> float:

@@ -2,14 +2,15 @@
 
 `world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process and `forked.py` how it
 begins, `ranks.py` starts and supervises ranks of this host that live and die together, `replicas.py` groups of which
-some may be lost, `failure.py` decides what went wrong first.
+some may be lost, `stopping.py` counts how often one asked to stop, `failure.py` decides what went wrong first.
 """
 
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import leave, load_ahead, stop_signals
+from shoal.launching.process import leave, load_ahead
 from shoal.launching.ranks import run
 from shoal.launching.replicas import Replicas
+from shoal.launching.stopping import Requests, stop_signals
 from shoal.launching.world import World, surrounding
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "run",
     "Replicas",
     "leave",
+    "Requests",
     "stop_signals",
     "Failure",
     "RemoteError",

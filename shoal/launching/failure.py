@@ -59,7 +59,7 @@ class Failure:
             what=f"{type(error).__name__}: {lines[0]}".rstrip(": ."),
             error=type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None,
             notes=tuple(getattr(error, "__notes__", ())),
-            trace="".join(traceback.format_exception(error)),
+            trace=RemoteError.of(error).trace,
         )
 
     def described(self) -> ShoalError:
@@ -86,7 +86,7 @@ class Failure:
 
 
 class RemoteError(Exception):
-    """The traceback of another process, as text; stands as the cause of the error raised here."""
+    """The traceback of another process or thread, as text; stands as the cause of the error raised here."""
 
     def __init__(self, trace: str) -> None:
         super().__init__(trace)
@@ -94,6 +94,11 @@ class RemoteError(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.trace}"
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RemoteError":
+        """The traceback of an error that was caught here, to be told by another thread or process."""
+        return cls("".join(traceback.format_exception(error)))
 
 
 def explain(failures: Sequence[Failure], ended: Sequence[int], running: Sequence[int], timeout: float) -> ShoalError:

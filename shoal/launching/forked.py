@@ -48,7 +48,7 @@ def begin(target: Callable[..., None], args: tuple[object, ...], name: str) -> B
     """
     with _signals_blocked():
         if _can_fork():
-            _claim_helper()
+            _ensure_helper()
             with suppress(EOFError):  # the helper was killed while it loaded: then without one
                 return _started(mp.get_context("forkserver"), (name, _Surroundings(), target, args))
         return _started(mp.get_context("spawn"), (name, None, target, args))
@@ -58,8 +58,7 @@ def load_ahead() -> None:
     """Let the helper load while this process still has other things to do."""
     with _signals_blocked():
         if _can_fork():
-            _claim_helper()
-            forkserver.ensure_running()
+            _ensure_helper()
 
 
 def _started(context: Any, args: tuple[Any, ...]) -> BaseProcess:
@@ -77,13 +76,22 @@ def _can_fork() -> bool:
     return _loaded_with == _read_while_loading()
 
 
-def _claim_helper() -> None:
-    """Before the helper is first started: what it will load, and when it will end."""
+def _ensure_helper() -> None:
+    """Start the helper, unless it runs. It finds modules where this process finds them, wherever that works by now."""
     global _loaded_with
     if _loaded_with is None:
         _loaded_with = _read_while_loading()
         forkserver.set_forkserver_preload(["shoal.launching.preload"])
         Finalize(None, _end_helper, exitpriority=-1)  # after all processes have been waited for
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _helper() -> int | None:

@@ -4,7 +4,7 @@ Processes   as `forked.py` begins them, in this one's present folder, each in a 
             terminal reaches this process alone, which passes it on once. A process ends when this one does, however
             that happens.
 Signals     the first SIGINT, SIGTERM or SIGHUP asks every process to stop (SIGTERM), as a training loop knows how to;
-            the second kills them.
+            the second kills them. Signals that come together count as one.
 """
 
 import ctypes
@@ -28,17 +28,12 @@ from shoal.errors import ConfigError
 from shoal.launching import forked
 from shoal.launching.failure import Failure
 from shoal.launching.group import joined
+from shoal.launching.stopping import Requests, stop_signals
 from shoal.launching.world import World
 from shoal.machine import HUGE_PAGES, threads_each
 
 END_SECONDS = 1.0
 """Time between asking a process to end and killing it."""
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Signals that ask for an end in good order. SIGHUP, the end of the terminal, unless it is ignored (`nohup`)."""
-    asked = forked.STOP_SIGNALS
-    return [number for number in asked if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @dataclass
@@ -132,8 +127,13 @@ class Signals:
     """Passes this process's `stop_signals` on to the ranks. Only the main thread can; elsewhere it does nothing."""
 
     ranks: list[Process]
-    asked: int = 0
+    _requests: Requests = field(default_factory=Requests)
     _before: dict[signal.Signals, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> int:
+        """How often the user asked for an end."""
+        return self._requests.count
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -146,7 +146,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (signal's own signature)
-        self.asked += 1
+        if not self._requests.add():
+            return
         for rank in self.ranks:
             if rank.process.is_alive():
                 if self.asked == 1:

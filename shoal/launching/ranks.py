@@ -18,6 +18,9 @@ GRACE_SECONDS = 1.0
 """Time that the other ranks have to report after the cause is known."""
 SEARCH_SECONDS = 5.0
 """Time in which the cause must show after a rank lost another: a report, or a process that ended."""
+LOOK_SECONDS = 0.1
+"""Time between two looks at what happened. Signals are a reason: of two that come together another thread may take
+both, and then the one that waits here is not woken."""
 
 Result = TypeVar("Result")
 
@@ -77,7 +80,7 @@ def _supervise(ranks: Sequence[Process]) -> None:
         if seconds <= 0:
             return
         handles = [handle for rank in waiting for handle in (rank.pipe, rank.process.sentinel)]
-        wait(handles, timeout=None if seconds == float("inf") else seconds)
+        wait(handles, timeout=min(seconds, LOOK_SECONDS))
         for rank in waiting:
             rank.hear()
         deadline = min(deadline, time.monotonic() + _patience(ranks))

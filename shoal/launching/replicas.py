@@ -11,11 +11,9 @@ from typing import Any
 
 from shoal.launching.failure import Failure, explain
 from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
-from shoal.launching.ranks import GRACE_SECONDS, SEARCH_SECONDS
+from shoal.launching.ranks import GRACE_SECONDS, LOOK_SECONDS, SEARCH_SECONDS
 from shoal.launching.world import LOOPBACK, World
 
-LOOK_SECONDS = 0.1
-"""Time between two checks whether the run is over."""
 LEAVE_SECONDS = 10.0
 """Time that replicas have to leave when the run is over."""
 

@@ -36,8 +36,8 @@ class SearchResult:
     """The fixed strategies, best first."""
     bound: float
     """No plan over these cuts takes fewer seconds, under this cost model."""
-    why: Mapping[str, Alternative]
-    """For the first layer of every stage, what else it could be."""
+    why: Mapping[str, Alternative | None]
+    """For the first layer of every stage, its next best cut; None where it has no other, as a pinned one."""
     table_seconds: float
     search_seconds: float
     stages: int

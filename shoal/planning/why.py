@@ -19,7 +19,7 @@ class Alternative:
 
 def explained(
     model: CostModel, cuts: Mapping[str, Cut], pins: Mapping[str, Cut] | None = None
-) -> dict[str, Alternative]:
+) -> dict[str, Alternative | None]:
     """The next best cut by the first layer of each stage, also for a plan that no search found.
 
     Costs what the search's tables do. `pins`: layers, by name, that have no other cut.
@@ -27,24 +27,24 @@ def explained(
     return explained_by(model.tables(stages_of(model.graph, model.ranks, pins)), cuts)
 
 
-def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alternative]:
+def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alternative | None]:
     """The same where the tables are at hand.
 
     Of the shares of gradients' sums that backward may fail to hide, that one is taken under which the plan is best. A
-    stage that is cut as no search would cut it, or that meets such a stage, is left out.
+    stage that is cut as no search would cut it, or that meets such a stage, has no alternative: None.
     """
     choice, foreign = tables.choice_of(cuts)
     met = {v for factor in tables.factors(0.0) if foreign & {*factor.variables} for v in factor.variables}
     by_share = [alternatives(tables, choice, exposed, foreign | met) for exposed in EXPOSED]
-    return max(by_share, key=lambda nearest: min((alternative.extra for alternative in nearest.values()), default=0.0))
+    return max(by_share, key=_least_extra)
 
 
 def alternatives(
     tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
-) -> dict[str, Alternative]:
-    """The next best choice of every stage but the hidden ones."""
+) -> dict[str, Alternative | None]:
+    """The next best choice of every stage; None for those that have one choice, and for the hidden ones."""
     factors = tables.factors(exposed)
-    by_stage = {}
+    by_stage: dict[str, Alternative | None] = {stage.name: None for stage in tables.stages}
     for index, stage in enumerate(tables.stages):
         if index in hidden or len(stage.choices) < 2:
             continue
@@ -57,3 +57,7 @@ def alternatives(
         other = next(int(i) for i in costs.argsort() if i != choice[index])
         by_stage[stage.name] = Alternative(stage.choices[other][0], float(costs[other] - costs[choice[index]]))
     return by_stage
+
+
+def _least_extra(by_stage: Mapping[str, Alternative | None]) -> float:
+    return min((alternative.extra for alternative in by_stage.values() if alternative is not None), default=0.0)

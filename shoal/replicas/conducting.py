@@ -17,6 +17,7 @@ from shoal.config import TrainConfig
 from shoal.errors import MessageError, RunError, ShoalError
 from shoal.exchanges import ExchangeOptions, Holding
 from shoal.exchanging import Event, Meeting, MeetingPlace, Member
+from shoal.launching import RemoteError
 from shoal.replicas.conductor import Conductor, Whereabouts
 from shoal.replicas.effects import (
     Effect,
@@ -194,9 +195,10 @@ class Conducting:
         failure = error
         if not isinstance(failure, ShoalError):
             failure = RunError(
-                f"the conductor failed: {type(error).__name__}: {error}.", "This is a bug: please report it."
+                f"the conductor failed: {type(error).__name__}: {error}.",
+                "This is a bug: please report it with the traceback that follows.",
             )
-            failure.__cause__ = error
+            failure.__cause__ = RemoteError.of(error)
         with self._changed:
             self._conductor.fail(failure)
 
@@ -223,13 +225,16 @@ class Conducting:
                 match effect:
                     case Log():
                         self._recorder.log(effect.values)
-                        self._listener.logged(effect.values)
+                        with _listening():
+                            self._listener.logged(effect.values)
                     case Mark():
                         self._recorder.mark(effect.replica)
                     case Stepped():
-                        self._listener.stepped(effect.steps, effect.epochs)
+                        with _listening():
+                            self._listener.stepped(effect.steps, effect.epochs)
                     case Told():
-                        self._listener.happened(effect.what, effect.who)
+                        with _listening():
+                            self._listener.happened(effect.what, effect.who)
                     case Rest():
                         self._coordinator.rest(effect.replica, resting=effect.resting)
                     case Suspect():
@@ -242,3 +247,15 @@ class Conducting:
             self._on_error(error)
             return []
         return later
+
+
+@contextmanager
+def _listening() -> Iterator[None]:
+    """While a listener hears something: what it raises ends the run, and is told as its own."""
+    try:
+        yield
+    except Exception as error:
+        failure = RunError(
+            f"the listener failed: {type(error).__name__}: {error}.", "The run ends. The listener's traceback follows."
+        )
+        raise failure from RemoteError.of(error)

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
 from shoal.exchanges import ExchangeOptions, Rates
-from shoal.exchanging import Meeting
+from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
 from shoal.inference import Inference
 from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_all
@@ -20,7 +20,7 @@ from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
 from shoal.training import checkpoint
-from shoal.training.job import load_whole
+from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
@@ -59,7 +59,7 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
             if conducting.result is None:  # processes that end after that need not be reported
                 if conducting.error is None or isinstance(conducting.error, LostError):
                     raise  # it says why the replica was lost
-                raise conducting.error from error
+                raise conducting.error from conducting.error.__cause__ or error
         if conducting.error is None:
             conducting.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
         return conducting.ended()
@@ -104,7 +104,7 @@ def train_in_world(
             table.set(RESULT, "")  # so that the others do not wait for this replica
             if conducting.error is None:
                 raise
-            raise conducting.error from error
+            raise conducting.error from conducting.error.__cause__ or error
         table.set(RESULT, result.to_json())
         return result
 
@@ -221,6 +221,9 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inferen
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
     splits, _, model = load_whole(alone)
+    if config.optimizer != "sgd" or config.optimizer_options:  # of SGD servers can do all that it is told otherwise
+        assert isinstance(options, Kind)
+        options.taken_over(make_optimizer(alone, model.parameters()))
     together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,

@@ -14,7 +14,7 @@ from shoal.errors import CheckpointError
 from shoal.files import write_atomically
 from shoal.training.job import Job
 
-SCHEMA = "shoal.checkpoint/3"
+SCHEMA = "shoal.checkpoint/4"
 
 # What may change when a run goes on: nothing that the state so far depends on.
 CHANGEABLE = frozenset(
@@ -61,7 +61,7 @@ class Progress:
 def save(path: Path, job: Job, progress: Progress) -> None:
     """Write network, optimizer, random state and progress: whole tensors, so that any plan can go on from them.
 
-    Costs one copy of the weights and momenta on rank 0, which writes. Collective.
+    Costs one copy of the weights and of what the optimizer remembers on rank 0, which writes. Collective.
     """
     state = state_of(job)
     losses = job.network.gather(progress.losses.tolist())

@@ -5,22 +5,22 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from shoal.launching import stop_signals
+from shoal.launching import Requests, stop_signals
 
 
 class StopSignal:
     """True after the first SIGINT, SIGTERM or SIGHUP; the second acts as if this class were not there.
 
-    The first lets the loop finish its step and leave whole files; whoever is in a hurry presses again.
-    Signals can be caught in the main thread only; elsewhere this is never true.
+    The first lets the loop finish its step and leave whole files; whoever is in a hurry presses again. Signals that
+    come together are one. They can be caught in the main thread only; elsewhere this is never true.
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._requests = Requests()
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
-        return self._asked
+        return self._requests.count > 0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -34,8 +34,9 @@ class StopSignal:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (signal's own signature)
-        self._asked = True
-        self._restore()
+        if self._requests.add() and self._requests.count > 1:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

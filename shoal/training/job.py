@@ -4,8 +4,10 @@ Whatever can be wrong with the user's input is found here: model, data, sizes, d
 can be trained.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ class Job:
     """With every `auto` and `default` replaced by what it stood for."""
     splits: Splits
     network: Network
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     loader: Loader
     """Gives this rank's part of every training batch."""
     device: torch.device
@@ -68,14 +70,20 @@ def prepare(
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
-    optimizer = torch.optim.SGD(
-        network.module.parameters(),
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        fused=True,  # one pass over each parameter: half the time of the update
-    )
+    optimizer = make_optimizer(config, network.module.parameters())
     return Job(config, splits, network, optimizer, loader, device)
+
+
+def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that `config` names, of these parameters."""
+    options = config.optimizer_settings()
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, options.torch_name)
+    keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **options.model_dump()}
+    if options.momentum is not None:
+        keywords["momentum"] = config.momentum
+    if "fused" in signature(kind).parameters:  # one pass over each parameter: half the time of the update
+        keywords["fused"] = True
+    return kind(parameters, **keywords)
 
 
 def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:

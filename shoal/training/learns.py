@@ -40,4 +40,5 @@ def how_to_step_less(config: TrainConfig) -> str:
     options, lr = config.exchange_settings(), config.rates().lr
     own = f"; {options.name} steps at {lr:g}" if options is not None and lr != config.lr else ""
     warm_start = "" if options is None or "warm_start" not in type(options).model_fields else " or warm_start"
-    return f"Lower --lr (given {config.lr:g}{own}) or --momentum, or add --warmup{warm_start}."
+    momentum = " or --momentum" if config.momentum else ""
+    return f"Lower --lr (given {config.lr:g}{own}){momentum}, or add --warmup{warm_start}."

@@ -66,8 +66,11 @@ class Run:
         job, progress = self.job, self.progress
         with StopSignal() as stop, self._open_metrics() as metrics:
             self.listener.started(self._about(), self.folder)
+            told = job.config.decided() if progress.steps == 0 else []
             if metrics.lacks_lines:
-                self._write(metrics, event="warning", text=lines_are_missing(progress.steps))
+                told.append(lines_are_missing(progress.steps))
+            for text in told:
+                self._write(metrics, event="warning", text=text)
             tested: Evaluation | None = None
             while progress.position.epoch < job.config.epochs:
                 self._train_epoch(metrics, stop)

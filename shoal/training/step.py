@@ -15,7 +15,7 @@ def backward(job: Job, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
-    """One step of SGD; returns what this rank's loss adds to the batch's, on the device."""
+    """One step of the optimizer; returns what this rank's loss adds to the batch's, on the device."""
     for group in job.optimizer.param_groups:
         group["lr"] = rate
     loss = backward(job, x, y)

@@ -128,3 +128,22 @@ def test_a_loss_that_is_no_number_is_a_failed_run(shoal: Shoal, tiny: str) -> No
     assert run.returncode == 1
     assert "--lr" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            "--exchange sync --optimizer adam",
+            ["as SGD, and cannot do what Adam", "--optimizer sgd", "'allreduce'"],
+        ),
+        ("--exchange downpour --optimizer adagrad", ["as SGD, and cannot do what Adagrad does", "rule='add'"]),
+        ("--exchange hogwild --optimizer-options nesterov=true", ["cannot do nesterov=True of SGD", "'allreduce'"]),
+    ],
+)
+def test_what_servers_cannot_do(given: str, named: list[str], shoal_here: Shoal, tiny: str, tmp_path: Path) -> None:
+    arguments = ["--data", tiny, "--batch", "8", "--replicas", "2", "--out", "out", *given.split()]
+    message = refused(shoal_here, "train", *arguments)
+    for words in named:
+        assert words in message
+    assert not (tmp_path / "out").exists()

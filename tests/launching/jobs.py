@@ -14,6 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shoal import errors
 from shoal.errors import DivergedError, StoppedError
 
 
@@ -121,3 +122,8 @@ def sleep_forever(folder: str) -> None:
 
 def give_what_cannot_be_sent() -> object:
     return lambda: None
+
+
+def home_of_shoal() -> str:
+    """The folder that this process has it from."""
+    return str(Path(errors.__file__).parent)

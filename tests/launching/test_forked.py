@@ -103,6 +103,17 @@ def test_a_closed_stream_stays_closed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, tmp_path / "script.py"], env=environment, check=True, timeout=60)
 
 
+def test_ranks_have_the_shoal_that_their_program_found(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    for name in ("shoal", "tests"):
+        (tmp_path / name).symlink_to(root / name)
+    script = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom shoal.launching import run\n"
+    script += "from tests.launching import jobs\nprint(*run(jobs.home_of_shoal, workers=1))"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd="/")
+    assert ran.stdout.strip() == str(tmp_path / "shoal")
+
+
 def test_ranks_draw_numbers_of_their_own() -> None:
     own, others = run(jobs.draws, workers=2)
     assert own[0] != others[0]

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.errors import ConfigError, DivergedError, RunError
 from shoal.launching import RemoteError, ranks, run, stop_signals
+from shoal.launching.stopping import TOGETHER_SECONDS
 from tests.launching import jobs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -151,10 +152,19 @@ def test_a_signal_is_passed_on_and_the_stop_may_take_its_time(folder: str) -> No
     assert stderr == ""
 
 
+def test_signals_that_come_together_are_one(folder: str) -> None:
+    """As `timeout` sends them, once to the command and once to its group; two kinds, which never merge on their way."""
+    process = parent("wait_for_stop", folder)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (130, "stopped after step 3.\n"), stderr
+
+
 def test_a_second_signal_kills(folder: str) -> None:
     process = parent("wait_for_stop", folder)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(2 * TOGETHER_SECONDS)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert not fired(folder)

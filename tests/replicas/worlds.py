@@ -7,6 +7,7 @@ runs the cases of `own_loop_cases.py`, one after the other, on this rank, and pr
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,18 @@ class Rank:
         return code
 
 
+def _free_port() -> int:
+    """One that nobody has, and that the system gives to no connection in the seconds until rank 0 listens there."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.randrange(10_000, 32_000)))  # below those for outgoing connections
+            return int(free.getsockname()[1])
+
+
 @contextmanager
 def world(ranks: int, *cases: str) -> Iterator[list[Rank]]:
     """So many ranks that run these cases. No process outlives it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     started = [Rank(number, ranks, port, cases) for number in range(ranks)]
     try:
         yield started

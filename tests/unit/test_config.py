@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from shoal.config import PlanConfig, Settings, TrainConfig, VerifyConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.machine import cores
+from shoal.optimizers import OPTIMIZERS
 
 SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
 FLAGS = {
-    TrainConfig: SHARED
-    + "augment epochs lr schedule warmup momentum weight_decay replicas exchange exchange_options slow race "
+    TrainConfig: SHARED + "augment epochs optimizer optimizer_options lr schedule warmup momentum weight_decay "
+    "replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every eval_steps checkpoint_every log_every",
     VerifyConfig: SHARED + "steps dtype tolerance",
 }
@@ -44,6 +45,29 @@ def test_text_from_a_command_line_becomes_values() -> None:
 
 def test_auto_is_one_worker_per_core() -> None:
     assert TrainConfig.parse({"workers": "auto"}).workers == cores()
+
+
+def test_an_optimizer_has_its_usual_rates_unless_they_are_given() -> None:
+    assert [(c.lr, c.momentum, c.weight_decay) for c in map(_optimized, OPTIMIZERS)] == [
+        (0.05, 0.9, 5e-4),
+        (1e-3, 0.0, 0.0),
+        (1e-3, 0.0, 0.01),
+        (1e-3, 0.0, 0.0),
+        (0.01, 0.0, 0.0),
+    ]
+    assert TrainConfig(optimizer="adamw").decided() == ["adamw with --lr 0.001 and --weight-decay 0.01."]
+    assert TrainConfig(optimizer="adamw", lr=0.1, weight_decay=0).decided() == []
+    assert TrainConfig().decided() == []
+
+
+def _optimized(name: Any) -> TrainConfig:
+    return TrainConfig(optimizer=name)
+
+
+def test_options_of_an_optimizer_are_numbers_whoever_gives_them() -> None:
+    given = TrainConfig.parse({"optimizer": "adam", "optimizer_options": "betas=[0.9,0.95],eps=1e-6"})
+    assert given.optimizer_options == {"betas": [0.9, 0.95], "eps": 1e-6}
+    assert TrainConfig.parse(yaml.safe_load(given.to_yaml())) == given
 
 
 @given(
@@ -75,6 +99,13 @@ def test_yaml_reads_back_equal(epochs: int, lr: float, shape: Any, schedule: Any
         ({"timeout": "0"}, ["timeout = '0'", "greater than 0"]),
         ({"recompute": "perhaps"}, ["recompute = 'perhaps'", "boolean"]),
         ({"warmup": 5, "epochs": 5}, ["warmup = 5", "epochs = 5"]),
+        ({"optimizer": "adm"}, ["optimizer = 'adm'", "'adamw'"]),
+        ({"optimizer": "adam", "momentum": 0.5}, ["momentum = 0.5 is not for adam", "--optimizer-options"]),
+        ({"optimizer": "adam", "optimizer_options": "beta=0.9"}, ["'adam' has no option 'beta'", "'betas'"]),
+        ({"optimizer": "adam", "optimizer_options": "betas=0.9"}, ["betas = 0.9", "betas=[0.9,0.999]"]),
+        ({"optimizer": "rmsprop", "optimizer_options": "alpha=1"}, ["alpha = 1", "less than 1"]),
+        ({"optimizer_options": "lr=1"}, ["lr is a setting of its own", "--lr"]),
+        ({"optimizer_options": "nesterov=true", "momentum": 0}, ["nesterov = true", "momentum = 0", "above 0"]),
     ],
 )
 def test_refusals_name_the_value_and_the_remedy(values: dict[str, Any], named: list[str]) -> None:

@@ -334,6 +334,8 @@ def test_pins_are_obeyed() -> None:
     found = find(model, pins=pins)
     assert {name: found.price.cuts[name] for name in pins} == pins
     assert found.fixed == ()
+    assert found.why[linear[0]] is None  # it has no other
+    assert found.why[linear[1]] is not None
     free = find(model)
     assert free.bound <= found.bound
 

@@ -10,7 +10,7 @@ from shoal.cluster import Cluster, Device, Efficiency, Level
 from shoal.errors import InputError
 from shoal.execution.laying import Captured, capture_modes
 from shoal.finding import cache
-from shoal.finding.auto import choose_plan, cost_model, measured_speeds, racers
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, racers, timings_about
 from shoal.operators.registry import rule_for
 from shoal.partition import Cut
 from shoal.planning.costs import first_part
@@ -61,6 +61,16 @@ def test_every_tile_of_one_axis_is_timed_and_kept(captured: Captured) -> None:
     again: list[str] = []
     assert measured_speeds(captured, transport, progress=lambda _d, _o, what: again.append(what)) == timings
     assert again == [""]  # nothing was left to measure
+
+
+@pytest.mark.usefixtures("here")
+def test_timings_of_a_network_are_told_from_those_of_others_in_the_cache(captured: Captured) -> None:
+    other = capture_modes(nn.Sequential(nn.Linear(5, 4)), (8, 5), nn.functional.cross_entropy)
+    alone = timings_about(other, 1, measured_speeds(other, Transport()))
+    measured_speeds(captured, Transport())
+    both = measured_speeds(other, Transport())
+    assert len(both.kernels) > len(alone.kernels) > 0
+    assert timings_about(other, 1, both) == alone
 
 
 @pytest.mark.usefixtures("here")

@@ -8,8 +8,8 @@ replica what it holds and by which rule, so it needs no settings of its own. Its
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, get_args
 
@@ -27,7 +27,7 @@ from shoal.exchanging.servers.rounds import Rounds
 from shoal.exchanging.servers.rules import RuleName, StalenessKind, make_rule
 from shoal.exchanging.servers.shard import Outcome, Policy, Push, Shard, Snapshot, copy_all, empty_shard
 from shoal.exchanging.servers.sparse import Mirror, Selector, Sparse
-from shoal.transport.links import GIVE_UP_SECONDS, Address, Door, Link, connect, fields
+from shoal.transport.links import GIVE_UP_SECONDS, Address, Door, Link, LinkSilent, connect, fields
 
 CONSENSUS = "consensus"
 """The rule of a shard whose weights are the mean of what each replica pushed last."""
@@ -136,14 +136,17 @@ class Buffers:
 
     @contextmanager
     def lent(self, link: Link) -> Iterator[list[Tensor]]:
-        """A buffer, of any content, for what goes over `link`: tensors like the shard's. One at a time per link."""
+        """A buffer, of any content, for what goes over `link`: tensors like the shard's. One at a time per link.
+
+        A stall is noticed after the link's `timeout`: see `STALL_SECONDS`.
+        """
         loan = Loan(self._take())
-        link.on_stall, link.timeout = partial(self._note_stall, loan), STALL_SECONDS
+        before, link.on_stall = link.on_stall, partial(self._note_stall, loan)
         try:
             yield loan.tensors
         finally:
             self._put_back(loan)
-            link.on_stall, link.timeout = None, None
+            link.on_stall = before
 
     def _take(self) -> list[Tensor]:
         with self._freed:
@@ -227,13 +230,13 @@ class Server:
     def _serve(self, link: Link, hello: Mapping[str, Any]) -> None:
         """Answer one rank of one replica for as long as its link lasts."""
         link.give_up_after(self.patience)
-        link.waits_to_send = True
+        link.timeout, link.on_stall, link.waits_to_send = STALL_SECONDS, _wait_on, True
         held = self._open(fields.text(hello, "shard"), Terms.said(hello))
         desk = _Desk(link, held, fields.integer(hello, "replica"))
         link.send({"ready": held.begun.is_set()})
         while True:
-            head = link.receive_head()
-            desk.answer(head.head)
+            with suppress(LinkSilent):  # a replica that computes, or is frozen: the coordinator watches it
+                desk.answer(link.receive_head().head)
 
     def _open(self, key: str, terms: Terms) -> _Held:
         with self._lock:
@@ -265,6 +268,10 @@ class Server:
         if self._members is not None:
             gathering.members(*self._members)
         return gathering
+
+
+def _wait_on() -> None:
+    """What a server does about a replica that is silent in the middle of a frame, while it has no buffer in use."""
 
 
 class _Desk:
@@ -305,28 +312,37 @@ class _Desk:
         if self._held.shard.policy.rule.answers_change and head.get("kind") is not None:
             self._answer_change(head)
             return
-        outcome = self._apply(head)
-        reply: dict[str, Any] = {"staleness": outcome.staleness, "applied": outcome.applied}
+        if fetches and self._held.gathering is None and head.get("kind") is not None:
+            with self._pushed(head) as push:
+                if room := push.tensors:  # of no use any more once they are applied
+                    self._send_weights(self._held.shard.push_and_fetch(push, room), room)
+                    return
+                outcome = self._held.shard.push_and_fetch(push, None)
+        else:
+            outcome = self._apply(head)
         if not fetches:
-            self._link.send({**reply, "version": outcome.version})
+            self._link.send(_told(outcome))
             return
-        with self._held.buffers.lent(self._link) as copy:
+        with self._held.buffers.lent(self._link) as room:
             # What others pushed meanwhile is in these weights too, and in the version that is sent with them.
-            version = self._held.shard.push_and_fetch(None, copy).version
-            if self._mirror is None:
-                self._link.send({**reply, "version": version}, copy)
-                self._knows(copy)
-                return
-            changes = self._mirror.changes(copy)
+            version = self._held.shard.push_and_fetch(None, room).version
+            self._send_weights(replace(outcome, version=version), room)
+
+    def _send_weights(self, outcome: Outcome, copy: Sequence[Tensor]) -> None:
+        """Answer with a copy of the weights, or with what the replica does not have of them yet."""
+        if self._mirror is None:
+            self._link.send(_told(outcome), copy)
+            self._knows(copy)
+            return
+        changes = self._mirror.changes(copy)
         counts = [change.values.numel() for change in changes]
-        self._link.send({**reply, "version": version, "sparse": counts}, sparse_buffers(changes))
+        self._link.send({**_told(outcome), "sparse": counts}, sparse_buffers(changes))
 
     def _answer_change(self, head: Mapping[str, Any]) -> None:
         """Apply a push, and send back the change that it made."""
         with self._pushed(head) as push:
             outcome = self._held.shard.push_and_fetch(push, None)
-            reply = {"staleness": outcome.staleness, "applied": outcome.applied, "version": outcome.version}
-            self._link.send(reply, push.tensors if head["fetch"] else ())
+            self._link.send(_told(outcome), push.tensors if head["fetch"] else ())
 
     def _knows(self, weights: Sequence[Tensor]) -> None:
         """Note that the replica has these weights now."""
@@ -381,6 +397,10 @@ class _Desk:
             copy_all(gradients, packer.tensors(packer.unpacked(payloads, whole=False)))
         except ValueError as error:
             raise fields.refused(f"a compressed push cannot be read: {error}.") from error
+
+
+def _told(outcome: Outcome) -> dict[str, Any]:
+    return {"version": outcome.version, "staleness": outcome.staleness, "applied": outcome.applied}
 
 
 def _outside(push: Sparse) -> bool:

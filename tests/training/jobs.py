@@ -1,0 +1,105 @@
+"""What runs inside the ranks: the trainer's own steps under a plan, beside one device's, in float64."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.config import TrainConfig
+from shoal.training import checkpoint
+from shoal.training.checkpoint import Progress
+from shoal.training.job import Job, make_optimizer, prepare
+from shoal.training.step import train_step
+from shoal.transport import Transport
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Two convolutions and a head in float64: under every plan some layer sends something."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x.to(self.a.weight.dtype)))
+        result: Tensor = self.head(F.relu(self.b(x)).mean((2, 3)))
+        return result
+
+
+def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64") -> nn.Module:  # noqa: ARG001
+    """The factory that `--model` names."""
+    return Net(classes).to(getattr(torch, dtype))
+
+
+def settings(**more: Any) -> TrainConfig:
+    common = {"model": f"{Path(__file__)}:net", "data": "synthetic", "input": (3, 8, 8), "classes": 4, "batch": 8}
+    return TrainConfig(**{**common, "bucket_bytes": 1 << 16, "threads": 1, "device": "cpu", **more})
+
+
+def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
+    """Take some steps of the first epoch; the sum of their losses."""
+    total = 0.0
+    for step in range(first, first + steps):
+        rate = job.config.lr / (1 + step)
+        loss = train_step(job, *job.loader.batch(0, step), rate=rate)
+        total += sum(row[0] for row in job.network.gather([float(loss)]))
+    return total
+
+
+def state_of(job: Job) -> dict[str, Tensor]:
+    """Everything that training changed, whole, on rank 0."""
+    model, optimizer = job.network.states(job.optimizer)
+    remembered = {f"{name}/{key}": value for name, kept in optimizer.items() for key, value in kept.items()}
+    return {**model, **{key: value for key, value in remembered.items() if value is not None}}
+
+
+def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """The largest of any tensor, relative to its largest element."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-6)) for name in theirs
+    )
+
+
+def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(difference of losses, of states) between all ranks under a plan and one device, for each kind of training."""
+    config = settings(plan=plan, workers=Transport().world)
+    both = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    first = {name: tensor.clone() for name, tensor in both[0].network.module.state_dict().items()}
+    found = []
+    for kind in kinds:
+        alone, together = (anew(job, settings(**kind), first) for job in both)
+        losses = [trained(job) for job in (alone, together)]
+        states = [state_of(job) for job in (alone, together)]
+        apart = difference(states[1], states[0]) if together.network.rank == 0 else 0.0
+        found.append((abs(losses[1] - losses[0]) / losses[0], apart))
+    return found
+
+
+def anew(job: Job, config: TrainConfig, first: Mapping[str, Tensor]) -> Job:
+    """The same network, as it was at first, in another training: laying it over ranks anew would take longer."""
+    optimizer = make_optimizer(config, job.network.module.parameters())
+    job.network.load(first, {}, optimizer, steps=0)
+    return replace(job, config=config, optimizer=optimizer)
+
+
+def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
+    """Whether a run that is saved and goes on in another job is the run that was never stopped, bit for bit."""
+    config = settings(**kind, plan=plan, workers=Transport().world)
+    whole, stopped, resumed = (prepare(config, Transport()) for _ in range(3))
+    trained(whole)
+    trained(stopped, STEPS - 1)
+    checkpoint.save(path, stopped, replace(Progress.start(stopped.device), steps=STEPS - 1))
+    Transport().gather_numbers([])  # until rank 0 has written it
+    assert checkpoint.restore(path, resumed).steps == STEPS - 1
+    trained(resumed, 1, first=STEPS - 1)
+    ours, theirs = state_of(resumed), state_of(whole)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

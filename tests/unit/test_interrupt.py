@@ -1,0 +1,26 @@
+"""The first request to stop is a question for the loop, the second ends the process."""
+
+import signal
+import sys
+
+import pytest
+
+from shoal.launching import stopping
+from shoal.training.interrupt import StopSignal
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+
+
+def test_signals_that_come_together_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` sends them: to the command and to its group."""
+    now = [100.0]
+    monkeypatch.setattr(stopping, "monotonic", lambda: now[0])
+    with StopSignal() as stop:
+        assert not stop
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            assert stop
+        now[0] += 2 * stopping.TOGETHER_SECONDS
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
