@@ -82,7 +82,7 @@ def _onnx(trained: Trained) -> Callable[[Path], object]:
     except ImportError:
         raise ConfigError(
             "writing ONNX needs the packages onnx and onnxscript, which are not installed.",
-            "Install them: pip install onnx onnxscript. Or export to .pt2.",
+            "Install them: pip install onnx onnxscript. Or export to a .pt2 file.",
         ) from None
     with _told_of(trained), _quiet():
         program = torch.onnx.export(
