@@ -112,9 +112,9 @@ class Settings(Checked):
     """What training and its check ask of a network and its plan."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     data: str | None
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; the data's own unless given."""
@@ -165,6 +165,16 @@ class TrainConfig(Settings):
     """Momentum of sgd and rmsprop, of which rmsprop has none unless given."""
     weight_decay: float = Field(default=Sgd.weight_decay, ge=0)
     """Penalty on the weights; of adamw 0.01 and of the others but sgd 0 unless given."""
+    accumulate: int = Field(default=1, gt=0)
+    """Batches of one step: as a step on so many times --batch, in the memory of one, but for batch norm."""
+    clip: float | None = Field(default=None, gt=0)
+    """Largest norm of the gradients of the whole network; longer ones are scaled down to it."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of every label that is spread over all classes in training; tests take labels as they are."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Forward passes of training in lower precision, by autocast; fp16 scales the loss. Tests are in full precision."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of a running average of the weights, such as 0.999, which is then what is tested and saved as weights."""
 
     replicas: int = Field(
         default=1,
@@ -269,6 +279,7 @@ class TrainConfig(Settings):
         if options is None:
             unknown = self.slow
         else:
+            self._check_steps(options)
             unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
             self._check_batch(options)
         if unknown:
@@ -281,6 +292,19 @@ class TrainConfig(Settings):
             raise ConfigError(f"slow: there is no rank {rank!r} among {self.workers} workers.", "Ranks count from 0.")
         if not isinstance(factor, int | float) or factor < 1:
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
+
+    def _check_steps(self, options: ExchangeOptions) -> None:
+        """What is done around a step, where replicas exchange in its place."""
+        if self.ema is not None and not options.averages_every_step:
+            raise ConfigError(
+                f"ema = {self.ema:g} averages the weights of every step, which with {options.name} no replica sees.",
+                "Leave --ema out, or use an exchange after every step of which all have the same weights: allreduce.",
+            )
+        if self.amp == "fp16":
+            raise ConfigError(
+                f"amp = 'fp16' leaves out steps with infinite gradients, on which {options.name} would have to agree.",
+                "Give --amp bf16, which needs no scaling.",
+            )
 
     def _check_batch(self, options: ExchangeOptions) -> None:
         options.check_replicas(self.replicas)
@@ -309,6 +333,11 @@ class TrainConfig(Settings):
         """Samples of one gradient of one replica: its share of the batch."""
         options = self.exchange_settings()
         return self.batch if options is None else self.batch // options.parts_of_batch(self.replicas)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all workers together."""
+        return self.batch * self.accumulate
 
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""
@@ -359,9 +388,9 @@ class NetworkConfig(Checked):
     """A network and the sizes for which it is planned."""
 
     model: str = "lenet5"
-    """A zoo name; package.module:factory or path/to/file.py:factory for your own network."""
+    """A zoo name; timm:, torchvision: or monai:NAME; package.module:factory or path/to/file.py:factory for your own."""
     model_options: Options = Field(default_factory=dict)
-    """Further keywords for the network's factory, such as width=16,depth=3."""
+    """Further keywords for the network's factory, such as width=16,strides=[2,2]."""
     input: Shape | None = None
     """One sample's shape, channels first, such as 3,224,224; a zoo network's published one unless given."""
     classes: int | None = Field(default=None, gt=0)

@@ -70,6 +70,8 @@ class RunResult(BaseModel):
     model: str
     data: str
     plan: str
+    plan_in_words: str | None = None
+    """How many layers are cut in which way, where one network is cut over workers."""
     exchange: str
     workers: int
     replicas: int
@@ -98,6 +100,9 @@ class RunResult(BaseModel):
     """From the first step to the last test, over all resumed parts."""
     parameters: int
     batch: int
+    accumulate: int = 1
+    """Batches of one step."""
+    optimizer: str = "sgd"
     threads: int
     device: str
     origin: str
@@ -137,6 +142,7 @@ class EvaluateResult(BaseModel):
     batch: int
     device: str
     loss: float
+    """Mean cross entropy, whatever loss the network was trained with."""
     accuracy: float
     """Share of samples (of pixels, for segmentation) whose class is right."""
     iou: float | None

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
+PLAIN = [FOLDER / "own_network.py", FOLDER / "own_objects.py", FOLDER / "plain_loop.py"]
 UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
 IDIOMS = [FOLDER / f"{name}.py" for name in ("gan", "adversarial", "multi_scale", "two_inputs", "auxiliary_heads")]
 REPLICAS = [FOLDER / "exchange_script.py", FOLDER / "replicas_of_groups.py"]
-ELSEWHERE = [FOLDER / "ranks.py"]  # what idioms share
+ELSEWHERE = [FOLDER / "ranks.py", FOLDER / "lightning_script.py"]  # what idioms share; tests/integrations
 
 
 def test_every_example_is_tested() -> None:

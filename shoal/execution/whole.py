@@ -58,6 +58,25 @@ def load_full_optimizer_state(
         }
 
 
+def put_together(model: ParallelModule, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0 of parts that are cut as the parameters of these names are; empty elsewhere.
+
+    A collective: all ranks give the same names.
+    """
+    rank, full = model._transport.rank, {}
+    for name, part in parts.items():
+        held = part if model._states.layouts[name][rank] is not None else None
+        whole = model._states.gather_one(name, model._transport, held, rank0_only=True)
+        if whole is not None:
+            full[name] = whole
+    return full
+
+
+def parts_of(model: ParallelModule, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of whole tensors that are to be cut as the parameters of these names are."""
+    return {name: model._states.shard_of(name, whole, model._transport.rank) for name, whole in full.items()}
+
+
 def _remembered(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """An optimizer's state of the parameters that this rank holds a part of."""
     rank = model._transport.rank

@@ -59,7 +59,8 @@ class Journal:
 
     @property
     def _samples_per_batch(self) -> int:
-        return self._config.batch if self._options.same_batch else self._config.replica_batch
+        batch = self._config.batch if self._options.same_batch else self._config.replica_batch
+        return batch * self._config.accumulate
 
     @property
     def _warmup_steps(self) -> int:

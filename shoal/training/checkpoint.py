@@ -116,7 +116,14 @@ def _put(content: Mapping[str, Any], draft: Path) -> None:
 def state_of(job: Job) -> dict[str, Any]:
     """Network, optimizer and random state, in whole tensors, on rank 0. Collective."""
     model, optimizer = job.network.states(job.optimizer)
-    return {"model": model, "optimizer": optimizer, "random": _random_state(job.device)}
+    average = job.average
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "random": _random_state(job.device),
+        "average": None if average is None else average.state(job.network.put_together(average.parts)),
+        "scaler": None if job.scaler is None else job.scaler.state_dict(),
+    }
 
 
 def read(path: Path, config: TrainConfig, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -153,7 +160,13 @@ def _loaded(path: Path, device: str | torch.device, remedy: str) -> dict[str, An
 
 def put_in(content: dict[str, Any], job: Job) -> None:
     """Network, optimizer and random state as `read` found them."""
-    job.network.load(content["model"], content["optimizer"], job.optimizer, steps=content["steps"])
+    batches = content["steps"] * job.config.accumulate
+    job.network.load(content["model"], content["optimizer"], job.optimizer, batches=batches)
+    if job.average is not None:
+        average = content["average"]
+        job.average.load(average["updates"], job.network.parts_of(average["weights"]))
+    if job.scaler is not None:
+        job.scaler.load_state_dict(content["scaler"])
     _set_random_state(content["random"], job.device)
 
 

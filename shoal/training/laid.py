@@ -4,35 +4,37 @@ What the ranks decide (stop, diverged) comes from values that are equal on all o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.config import TrainConfig
 from shoal.data import BatchPart
 from shoal.exchanging import Replica
 from shoal.execution import (
     ParallelModule,
+    clip_grad_norm_,
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
 )
 from shoal.execution.laying import Captured, capture_on_all, lay
-from shoal.execution.whole import holders, tell_holders
+from shoal.execution.whole import holders, parts_of, put_together, tell_holders
 from shoal.finding import choose_plan
+from shoal.launching import tell_stage
 from shoal.lowering.boundary import IO, even_shares
+from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.planning import resolve
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
-from shoal.traffic import total
-from shoal.training.network import Network, OptimizerState, PartOf, count_parameters
+from shoal.traffic import Sent, total
+from shoal.training.network import Criterion, Network, OptimizerState, PartOf, count_parameters
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -65,10 +67,11 @@ class LaidNetwork(Network):
         transport: Transport,
         shapes: Shapes,
         io: IO,
+        criterion: Criterion,
         parameters: int,
         build: Callable[[], nn.Module],
     ) -> None:
-        super().__init__(module, module.plan, parameters)
+        super().__init__(module, module.plan, criterion, parameters)
         self.rank, self.ranks = transport.rank, transport.world
         self._tester = tester  # the same as `module` unless test samples have another shape
         self._current = module
@@ -79,8 +82,17 @@ class LaidNetwork(Network):
         result: Tensor = self.module(x, y)
         return result
 
+    def gathering(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.module.no_sync()
+
+    def clip_gradients(self, longest: float) -> None:
+        clip_grad_norm_(self.module, longest)
+
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
-        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)))
+        share = self.module.loss_share  # by weights of classes, where the loss has such
+        if share is None:
+            share = y.numel() / prod(self._shapes.labels(self._shapes.train))
+        return loss.detach().double() * share
 
     def agreed(self, wish: bool) -> bool:
         # The wish travels with the numbers that ranks tell each other at the start of every forward pass.
@@ -109,8 +121,10 @@ class LaidNetwork(Network):
     def as_replica(self, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
         return replica_of(self.module, optimizer, transport)
 
-    def bytes_per_step(self) -> int:
-        return total(self.module.predicted()).bytes
+    def bytes_per_step(self, batches: int) -> int:
+        predicted = self.module.predicted()
+        gradients = predicted.get(GRADIENTS, Sent()).bytes  # summed with the last batch
+        return batches * (total(predicted).bytes - gradients) + gradients
 
     def bytes_sent(self) -> int:
         return self._transport.sent.bytes - self._sent_aside
@@ -129,11 +143,18 @@ class LaidNetwork(Network):
             return full_state_dict(self.module, rank0_only=True), full_optimizer_state(self.module, optimizer)
 
     def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, steps: int
+        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
     ) -> None:
         load_full_state_dict(self.module, model)
         load_full_optimizer_state(self.module, optimizer, state)
-        self.module.steps = steps  # dropout's masks depend on it
+        self.module.steps = batches  # dropout's masks depend on it
+
+    def put_together(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        with self._aside():
+            return put_together(self.module, parts)
+
+    def parts_of(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return parts_of(self.module, whole)
 
     def whole(self) -> nn.Module | None:
         with self._aside():
@@ -176,6 +197,7 @@ def lay_over_ranks(
     config: TrainConfig,
     transport: Transport,
     shapes: Shapes,
+    criterion: Criterion,
     build: Callable[[], nn.Module],
     planning_progress: OnMeasured,
 ) -> LaidNetwork:
@@ -183,7 +205,9 @@ def lay_over_ranks(
 
     Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
     """
-    captured = capture_on_all(transport, model, shapes.train, F.cross_entropy)
+    captured = capture_on_all(
+        transport, model, shapes.train, criterion, on_captured=lambda: tell_stage("have read the network")
+    )
     plan: str | Plan = config.plan
     if plan == AUTO:
         plan = choose_plan(
@@ -210,7 +234,7 @@ def lay_over_ranks(
 
     module = laid(captured)
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
-    return LaidNetwork(module, tester, transport, shapes, io, count_parameters(model), build)
+    return LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
 
 
 def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:

@@ -13,6 +13,8 @@ import statistics
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor
@@ -33,7 +35,7 @@ from shoal.training.metrics import MetricsFile, line_of_steps, line_of_test, lin
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import Measured, describe, inference_of, result_of
 from shoal.training.run_folder import RunFolder
-from shoal.training.step import train_step
+from shoal.training.step import autocast, train_step
 from shoal.training.weights import save_weights
 
 
@@ -77,14 +79,20 @@ class Run:
                 tested = self._test(metrics, stop) if self._test_is_due() else None
                 self._end_epoch(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
-            whole = job.network.whole()
-            if whole is not None:
-                inference = inference_of(job.config, job.splits)
-                with self.folder.writing(self.folder.weights):
-                    write_atomically(self.folder.weights, lambda draft: save_weights(whole, draft, inference))
+            self._save_weights(self.folder.weights)
+            if self._keeps_files:
                 with self.folder.writing(self.folder.result):
                     write_text_atomically(self.folder.result, result.to_json())
         return result
+
+    def _save_weights(self, path: Path) -> None:
+        """Write the weights that are tested, as they are now."""
+        with self.job.tested():
+            whole = self.job.network.whole()
+            if whole is not None:
+                inference = inference_of(self.job.config, self.job.splits)
+                with self.folder.writing(path):
+                    write_atomically(path, lambda draft: save_weights(whole, draft, inference))
 
     def _open_metrics(self) -> MetricsFile:
         path = self.folder.metrics if self._keeps_files else None
@@ -97,8 +105,8 @@ class Run:
             job.config,
             job.splits,
             parameters=job.network.parameters,
-            steps_per_epoch=job.loader.order.steps_per_epoch,
-            plan=job.network.plan.name,
+            steps_per_epoch=job.steps_per_epoch,
+            plan=job.network.plan,
             device=str(job.device),
             done=self.progress.steps,
         )
@@ -109,17 +117,17 @@ class Run:
 
     @property
     def _warmup_steps(self) -> int:
-        return round(self.job.config.warmup * self.job.loader.order.steps_per_epoch)
+        return round(self.job.config.warmup * self.job.steps_per_epoch)
 
     def _train_epoch(self, metrics: MetricsFile, stop: StopSignal) -> None:
         """From the position to the end of its epoch. The loop that has to be as fast as a bare one."""
         job, progress, config = self.job, self.progress, self.job.config
         epoch, start = progress.position.epoch, progress.position.step
-        steps_per_epoch = job.loader.order.steps_per_epoch
+        steps_per_epoch, accumulate = job.steps_per_epoch, config.accumulate
         self._test_between(metrics, stop)
         warmup_steps, before = self._warmup_steps, time.perf_counter()
-        with closing(job.loader.epoch(epoch, start=start)) as batches:
-            for step, (x, y) in enumerate(batches, start=start):
+        with closing(job.loader.epoch(epoch, start=start * accumulate)) as batches:
+            for step in range(start, steps_per_epoch):
                 rate = rate_at(
                     progress.steps,
                     peak=config.lr,
@@ -127,7 +135,7 @@ class Run:
                     warmup_steps=warmup_steps,
                     total_steps=job.total_steps,
                 )
-                progress.losses += train_step(job, x, y, rate=rate)
+                progress.losses += train_step(job, list(islice(batches, accumulate)), rate=rate)
                 progress.steps += 1
                 progress.position = Position(epoch, step + 1)
                 now = time.perf_counter()
@@ -161,7 +169,7 @@ class Run:
             lr=rate,
             steps=count,
             seconds=seconds,
-            batch=config.batch,
+            batch=config.samples_per_step,
         )
         self._write(metrics, **line)
 
@@ -179,7 +187,7 @@ class Run:
 
     def _test_between(self, metrics: MetricsFile, stop: StopSignal) -> bool:
         """Test inside an epoch, if it is time for it, or a stop had cut it short; returns whether it was."""
-        inside = 0 < self.progress.position.step < self.job.loader.order.steps_per_epoch
+        inside = 0 < self.progress.position.step < self.job.steps_per_epoch
         due = inside and self._steps_ask_for_test()
         if due:
             self._test(metrics, stop)
@@ -194,13 +202,15 @@ class Run:
 
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         job = self.job
-        tested = evaluate(
-            job.network,
-            job.splits.test,
-            batch=job.config.batch,
-            device=job.device,
-            stop=lambda: job.network.agreed(bool(stop)),
-        )
+        with job.tested():
+            tested = evaluate(
+                job.network,
+                job.splits.test,
+                batch=job.config.batch,
+                device=job.device,
+                criterion=job.own.loss_on(job.device),
+                stop=lambda: job.network.agreed(bool(stop)),
+            )
         return tested or self._interrupt(metrics)
 
     def _end_epoch(self, metrics: MetricsFile) -> None:
@@ -227,8 +237,8 @@ class Run:
         position, config = self.progress.position, self.job.config
         raise StoppedError(
             f"stopped in epoch {position.epoch + 1} of {config.epochs}, after step {position.step} of "
-            f"{self.job.loader.order.steps_per_epoch}. All files are whole.",
-            f"Go on with: shoal train --resume {self.folder.path}",
+            f"{self.job.steps_per_epoch}. All files are whole.",
+            f"Go on with: {self.folder.how_to_go_on}",
         )
 
     def _save(self, metrics: MetricsFile) -> None:
@@ -255,14 +265,15 @@ class Run:
         """What the run did, as all ranks know it."""
         config, progress, network = self.job.config, self.progress, self.job.network
         sent, steps = self._sent()
-        own = [network.bytes_per_step(), peak_bytes(self.job.device)]
+        with autocast(self.job):  # what is sent is in its precision
+            own = [network.bytes_per_step(config.accumulate), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
         measured = Measured(
             steps=progress.steps,
-            samples=progress.steps * config.batch,
+            samples=progress.steps * config.samples_per_step,
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
-            samples_per_second=progress.steps * config.batch / sum(progress.step_seconds),
+            samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
             bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,

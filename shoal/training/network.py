@@ -1,12 +1,11 @@
 """A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.data import BatchPart
 from shoal.partition import Cut
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from shoal.exchanging import Replica
 
 PartOf = Callable[[int], BatchPart]
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of scores and labels."""
 OptimizerState = Mapping[str, Mapping[str, Any]]
 """What the optimizer remembers, by the parameter's name."""
 
@@ -29,16 +30,24 @@ class Network:
 
     rank, ranks = 0, 1
 
-    def __init__(self, module: nn.Module, plan: Plan, parameters: int) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, criterion: Criterion, parameters: int) -> None:
         self.module = module
         """What the optimizer trains."""
-        self.plan = plan
+        self.plan, self._criterion = plan, criterion
         self.parameters = parameters
         """Of the whole network."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of this rank's part of a batch, for `backward`. Collective."""
-        return F.cross_entropy(self.module(x), y)
+        return self._criterion(self.module(x), y)
+
+    def gathering(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around each of several passes whose gradients add up; ranks sum them with the `last`. Collective."""
+        return nullcontext()
+
+    def clip_gradients(self, longest: float) -> None:
+        """Scale all gradients down so that their norm over the whole network is at most `longest`. Collective."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), longest)
 
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
         """What this rank's loss adds to the mean over the whole batch."""
@@ -71,8 +80,8 @@ class Network:
 
         return Replica(dict(self.module.named_parameters()), optimizer, transport=transport)
 
-    def bytes_per_step(self) -> int:
-        """What this rank sends in a training step, predicted from the plan alone."""
+    def bytes_per_step(self, batches: int) -> int:
+        """What this rank sends in a training step on so many batches, predicted from the plan alone."""
         return 0
 
     def bytes_sent(self) -> int:
@@ -86,22 +95,30 @@ class Network:
         return self.module.state_dict(), remembered
 
     def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, steps: int
+        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
     ) -> None:
-        """Take over what `states` gave after so many steps."""
+        """Take over what `states` gave after training on so many batches."""
         self.module.load_state_dict(model)
         parameters = dict(self.module.named_parameters())
         for name, remembered in state.items():
             optimizer.state[parameters[name]] = dict(remembered)
+
+    def put_together(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole tensors of parts that are cut as parameters are, by name, on rank 0; empty elsewhere. Collective."""
+        return parts
+
+    def parts_of(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """This rank's parts of what `put_together` gave."""
+        return whole
 
     def whole(self) -> nn.Module | None:
         """The original module with the present weights, on rank 0; None elsewhere. Collective."""
         return self.module
 
 
-def on_one_device(module: nn.Module, plan: str) -> Network:
+def on_one_device(module: nn.Module, plan: str, criterion: Criterion) -> Network:
     """The module itself. On one rank every plan leaves every layer whole."""
-    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), count_parameters(module))
+    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), criterion, count_parameters(module))
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -1,23 +1,57 @@
-"""One training step on this rank's part of a batch, with an optimizer's own step or for an exchange to make."""
+"""One training step on this rank's part of some batches, with an optimizer's own step or for an exchange to make."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from shoal.data.batch_part import Batch
 from shoal.training.job import Job
 
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-def backward(job: Job, x: Tensor, y: Tensor) -> Tensor:
-    """Gradients of the loss, where the optimizer finds them; the loss of this rank's part, with its graph freed."""
+
+def autocast(job: Job) -> AbstractContextManager[object]:
+    """Within, the network's forward pass is in the precision that `--amp` says."""
+    amp = job.config.amp
+    return nullcontext() if amp == "off" else torch.autocast(job.device.type, LOWER[amp])
+
+
+def backward(job: Job, batches: Sequence[Batch]) -> Tensor:
+    """Gradients of the mean loss of all batches, where the optimizer finds them; what this rank adds to that mean.
+
+    Between ranks gradients are summed once, with the last batch.
+    """
     job.optimizer.zero_grad(set_to_none=True)
-    loss = job.network.loss(x.to(job.device), y.to(job.device))
-    torch.autograd.backward(loss)
+    parts = []
+    for number, (x, y) in enumerate(batches, start=1):
+        with job.network.gathering(last=number == len(batches)):
+            with autocast(job):
+                loss = job.network.loss(x.to(job.device), y.to(job.device))
+            mean = loss if len(batches) == 1 else loss / len(batches)
+            torch.autograd.backward(mean if job.scaler is None else job.scaler.scale(mean))
+        parts.append(job.network.part_in_mean(loss, y))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+
+
+def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
+    """One step of the optimizer; returns what this rank's loss adds to the mean of the batches, on the device."""
+    set_rate(job, rate)
+    loss = backward(job, batches)
+    if job.scaler is None:
+        job.optimizer.step()
+    else:
+        job.scaler.unscale_(job.optimizer)  # the norm that is clipped is that of the gradients themselves
+        job.scaler.step(job.optimizer)
+        job.scaler.update()
+    if job.average is not None:
+        job.average.update()
     return loss
 
 
-def train_step(job: Job, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
-    """One step of the optimizer; returns what this rank's loss adds to the batch's, on the device."""
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
-    loss = backward(job, x, y)
-    job.optimizer.step()
-    return job.network.part_in_mean(loss, y)
+def set_rate(job: Job, rate: float) -> None:
+    """Let the optimizer step at this rate: its first group, and others in proportion to the rates they began with."""
+    groups = job.optimizer.param_groups
+    for group, beginning in zip(groups, job.rates, strict=True):
+        group["lr"] = rate if beginning == job.rates[0] else rate * beginning / job.rates[0]

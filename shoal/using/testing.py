@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal import data, planning
 from shoal.config import EvaluateConfig, TrainConfig
@@ -22,6 +23,7 @@ from shoal.result import ClassScore, EvaluateResult, versions
 from shoal.training.device import device_of_rank, kind_of_device
 from shoal.training.evaluate import evaluate
 from shoal.training.network import Network, on_one_device
+from shoal.training.own_objects import PREFIX
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 from shoal.using.trained import Trained, load
@@ -78,6 +80,11 @@ def prepare(path: Path, config: EvaluateConfig, device: str) -> _Test:
 
 def _load(name: str, known: Inference) -> Splits:
     """The data set in the shape that the network reads."""
+    if name.startswith(PREFIX):
+        raise DataError(
+            f"the network was trained on an object from Python, {name.removeprefix(PREFIX)}, which has no name here.",
+            "Give data with --data, with samples as those; or test from Python, with shoal.load.",
+        )
     synthetic = name.partition(":")[0] == "synthetic"  # which has as many classes as it is told
     splits = data.load(name, shape=known.input, classes=len(known.classes) if synthetic else None, seed=known.seed)
     if splits.test.task != known.task:
@@ -97,7 +104,7 @@ def on_rank(path: Path, config: EvaluateConfig, ranks_here: int) -> EvaluateResu
     device = device_of_rank(config, ranks_here) if transport.world > 1 else config.device
     test = agree(transport, lambda: prepare(path, config, device))
     where = next(test.trained.parameters()).device
-    network = on_one_device(test.trained.module, config.plan)
+    network = on_one_device(test.trained.module, config.plan, F.cross_entropy)
     if transport.world > 1:
         network = _laid(test, config, transport)
     count = _ClassCount(len(test.trained.classes), where)
@@ -132,7 +139,7 @@ def _laid(test: _Test, config: EvaluateConfig, transport: Transport) -> Network:
         plan=config.plan, workers=transport.world, batch=test.batch, seed=test.trained.inference.seed
     )
     module = test.trained.module
-    return lay_over_ranks(module, settings, transport, shapes, lambda: module, lambda *_: None)
+    return lay_over_ranks(module, settings, transport, shapes, F.cross_entropy, lambda: module, lambda *_: None)
 
 
 class _ClassCount:

@@ -1,4 +1,4 @@
-"""From a model's name to a model: the zoo's networks, and anybody's `package.module:factory` or `file.py:factory`.
+"""From a name to a model: of the zoo, of another package (`timm:NAME`), `package.module:factory` or `file.py:factory`.
 
 The zoo is listed by name only, so that asking for the list does not load torch.
 """
@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from shoal.errors import ModelError, ShoalError, suggestion
+from shoal.zoo import packages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ def build(
     classes: int | None = None,
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> "nn.Module":
-    """The model that `spec` names: a zoo name, `package.module:factory`, or `path/to/file.py:factory`.
+    """The model that `spec` names: a zoo name, `timm:NAME`, `package.module:factory`, or `path/to/file.py:factory`.
 
     The factory gets those of `input` (one sample's shape, channels first) and `classes` that are given
     and that it accepts, and all of `options`, which it must accept. A factory's module is found as
@@ -65,13 +66,33 @@ def build(
     offered = {name: value for name, value in (("input", input), ("classes", classes)) if value is not None}
     if spec in _ZOO:
         return _call(spec, zoo_factory(spec), offered, options)
+    if spec.startswith("python:"):
+        raise ModelError(
+            f"the model {spec.removeprefix('python:')} was given as an object from Python, which has no name here.",
+            "Use it from Python, where that object is, or name a factory: package.module:factory.",
+        )
     module_name, attribute = _split(spec)
     importlib.import_module("torch")  # before the working directory can come in its way
+    if module_name in packages.PACKAGES:
+        return _call(spec, packages.factory(module_name, attribute), offered, options)
     folder = Path.cwd()
     if module_name.endswith(".py"):
         folder, module_name = _file(spec, Path(module_name))
     with _importable(folder):
         return _call(spec, _find(spec, module_name, attribute), offered, options)
+
+
+def make(
+    name: str,
+    factory: Callable[..., object],
+    *,
+    input: tuple[int, ...] | None = None,
+    classes: int | None = None,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> "nn.Module":
+    """What a factory at hand makes, given as `build` gives it; `name` is for messages."""
+    offered = {key: value for key, value in (("input", input), ("classes", classes)) if value is not None}
+    return _call(name, factory, offered, options)
 
 
 def _call(

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from shoal.config import TrainConfig
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
-from shoal.training.job import Job, make_optimizer, prepare
-from shoal.training.step import train_step
+from shoal.training.job import Job, equipped, prepare
+from shoal.training.step import autocast, train_step
 from shoal.transport import Transport
 
 STEPS = 3
@@ -22,9 +22,9 @@ STEPS = 3
 class Net(nn.Module):
     """Two convolutions and a head in float64: under every plan some layer sends something."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
-        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.a = nn.Conv2d(channels, 8, 3, padding=1)
         self.b = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, classes)
 
@@ -34,9 +34,9 @@ class Net(nn.Module):
         return result
 
 
-def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64") -> nn.Module:  # noqa: ARG001
+def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64") -> nn.Module:
     """The factory that `--model` names."""
-    return Net(classes).to(getattr(torch, dtype))
+    return Net(input[0], classes).to(getattr(torch, dtype))
 
 
 def settings(**more: Any) -> TrainConfig:
@@ -49,7 +49,7 @@ def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
     total = 0.0
     for step in range(first, first + steps):
         rate = job.config.lr / (1 + step)
-        loss = train_step(job, *job.loader.batch(0, step), rate=rate)
+        loss = train_step(job, job.batches(0, step), rate=rate)
         total += sum(row[0] for row in job.network.gather([float(loss)]))
     return total
 
@@ -58,7 +58,16 @@ def state_of(job: Job) -> dict[str, Tensor]:
     """Everything that training changed, whole, on rank 0."""
     model, optimizer = job.network.states(job.optimizer)
     remembered = {f"{name}/{key}": value for name, kept in optimizer.items() for key, value in kept.items()}
-    return {**model, **{key: value for key, value in remembered.items() if value is not None}}
+    averages = {} if job.average is None else job.network.put_together(job.average.parts)
+    with job.tested():
+        tested, _ = job.network.states(job.optimizer)
+        tested = {f"{name}/tested": value.clone() for name, value in tested.items()}
+    return {
+        **model,
+        **{key: value for key, value in remembered.items() if value is not None},
+        **{f"{name}/average": value for name, value in averages.items()},
+        **tested,
+    }
 
 
 def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
@@ -71,7 +80,7 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> floa
 
 def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(difference of losses, of states) between all ranks under a plan and one device, for each kind of training."""
-    config = settings(plan=plan, workers=Transport().world)
+    config = settings(plan=plan, workers=Transport().world, label_smoothing=0.1)
     both = prepare(config, Transport(alone=True)), prepare(config, Transport())
     first = {name: tensor.clone() for name, tensor in both[0].network.module.state_dict().items()}
     found = []
@@ -84,11 +93,36 @@ def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[floa
     return found
 
 
+def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
+    """For each precision, how far what was learned differs from one device's, and from full precision's.
+
+    Relative to the largest change of each tensor. With two batches a step, and bytes that were predicted sent.
+    """
+    config = settings(plan=plan, workers=Transport().world, model_options={"dtype": "float32"})
+    both = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    first = {name: tensor.clone() for name, tensor in both[0].network.module.state_dict().items()}
+    learned: dict[str, list[dict[str, Tensor]]] = {}
+    for amp in ("off", "bf16", "fp16"):
+        for job in both:
+            job = anew(job, settings(amp=amp, accumulate=2, clip=0.5), first)
+            before = job.network.bytes_sent()
+            trained(job)
+            sent = job.network.bytes_sent() - before
+            with autocast(job):
+                assert sent == STEPS * job.network.bytes_per_step(2), amp
+            model, _ = job.network.states(job.optimizer)
+            changes = {name: tensor - first[name] for name, tensor in model.items()}
+            learned.setdefault(amp, []).append({name: change.clone() for name, change in changes.items()})
+    if Transport().rank:
+        return {}
+    full, _ = learned["off"]
+    return {amp: (difference(together, alone), difference(alone, full)) for amp, (alone, together) in learned.items()}
+
+
 def anew(job: Job, config: TrainConfig, first: Mapping[str, Tensor]) -> Job:
     """The same network, as it was at first, in another training: laying it over ranks anew would take longer."""
-    optimizer = make_optimizer(config, job.network.module.parameters())
-    job.network.load(first, {}, optimizer, steps=0)
-    return replace(job, config=config, optimizer=optimizer)
+    job.network.load(first, {}, job.optimizer, batches=0)
+    return equipped(config, job.splits, job.network, job.loader, job.device)
 
 
 def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
@@ -101,5 +135,6 @@ def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
     Transport().gather_numbers([])  # until rank 0 has written it
     assert checkpoint.restore(path, resumed).steps == STEPS - 1
     trained(resumed, 1, first=STEPS - 1)
+    assert kind.get("ema") is None or resumed.average is not None
     ours, theirs = state_of(resumed), state_of(whole)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

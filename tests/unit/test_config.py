@@ -16,6 +16,7 @@ from shoal.optimizers import OPTIMIZERS
 SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
 FLAGS = {
     TrainConfig: SHARED + "augment epochs optimizer optimizer_options lr schedule warmup momentum weight_decay "
+    "accumulate clip label_smoothing amp ema "
     "replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every eval_steps checkpoint_every log_every",
     VerifyConfig: SHARED + "steps dtype tolerance",
