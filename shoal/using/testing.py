@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from shoal import data, planning
@@ -19,10 +18,11 @@ from shoal.errors import DataError
 from shoal.inference import Inference
 from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
-from shoal.result import ClassScore, EvaluateResult, versions
+from shoal.result import EvaluateResult, versions
 from shoal.training.device import device_of_rank, kind_of_device
 from shoal.training.evaluate import evaluate
 from shoal.training.network import Network, on_one_device
+from shoal.training.outcome import class_scores
 from shoal.training.own_objects import PREFIX
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -107,11 +107,9 @@ def on_rank(path: Path, config: EvaluateConfig, ranks_here: int) -> EvaluateResu
     network = on_one_device(test.trained.module, config.plan, F.cross_entropy)
     if transport.world > 1:
         network = _laid(test, config, transport)
-    count = _ClassCount(len(test.trained.classes), where)
     begun = time.perf_counter()
-    tested = evaluate(network, test.samples, batch=test.batch, device=where, hear=count)
+    tested = evaluate(network, test.samples, batch=test.batch, device=where)
     assert tested is not None, "nobody stops it"
-    per_class = count.over(network)
     return EvaluateResult(
         run=str(path),
         data=test.splits.name,
@@ -124,7 +122,8 @@ def on_rank(path: Path, config: EvaluateConfig, ranks_here: int) -> EvaluateResu
         loss=tested.loss,
         accuracy=tested.accuracy,
         iou=tested.iou,
-        per_class=dict(zip(test.trained.classes, per_class, strict=True)),
+        per_class=class_scores(test.trained.classes, tested),
+        confusion=None if tested.confusion is None else list(map(list, tested.confusion)),
         seconds=time.perf_counter() - begun,
         versions=versions(),
     )
@@ -140,25 +139,3 @@ def _laid(test: _Test, config: EvaluateConfig, transport: Transport) -> Network:
     )
     module = test.trained.module
     return lay_over_ranks(module, settings, transport, shapes, F.cross_entropy, lambda: module, lambda *_: None)
-
-
-class _ClassCount:
-    """Counts labels and right answers of each class, of this rank's part of every batch."""
-
-    def __init__(self, classes: int, device: torch.device) -> None:
-        self._classes = classes
-        self._counts = torch.zeros(2, classes, dtype=torch.int64, device=device)
-
-    def __call__(self, scores: Tensor, truth: Tensor) -> None:
-        right = truth[scores.argmax(1) == truth]
-        for row, labels in zip(self._counts, (truth, right), strict=True):
-            row += torch.bincount(labels.flatten(), minlength=self._classes)
-
-    def over(self, network: Network) -> list[ClassScore]:
-        """Of all ranks together. Collective."""
-        rows = torch.tensor(network.gather(self._counts.flatten().tolist()), dtype=torch.float64)
-        labels, right = rows.sum(0).long().view(2, -1).tolist()
-        return [
-            ClassScore(samples=count, accuracy=hits / count if count else None)
-            for count, hits in zip(labels, right, strict=True)
-        ]
