@@ -31,6 +31,7 @@ GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # Pillow's weights of 
 BITS_PER_SAMPLE = 258  # TIFF's number for it
 
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -51,13 +52,13 @@ def decode(file: Path, shape: tuple[int, ...]) -> NDArray[Any]:
     """An image as (C, H, W) bytes or float32 of the given shape: grey or RGB as it says, resized where it differs."""
     image_module = pillow()
     if file.suffix.lower() == ".npy":
-        return _fit(_values(_channels_first(_load(file), file), file), shape, file)
+        return _fit(real_values(_channels_first(_load(file), file), file), shape, file)
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
     try:
         with _open(file) as image:
             if _is_wide(image):
-                return _fit(_values(_wide_values(image, file), file), shape, file)
+                return _fit(real_values(_wide_values(image, file), file), shape, file)
             if channels not in (1, 3):
                 raise _other_channels(file, 1 if _is_grey(image) else 3, channels)
             image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
@@ -103,11 +104,11 @@ def read_mask(file: Path) -> NDArray[np.int64]:
     return mask.astype(np.int64)
 
 
-def in_threads(function: Callable[[Path], Item], files: Sequence[Path]) -> list[Item]:
-    """`function` of every file, a few at a time."""
+def in_threads(function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
+    """`function` of every item, a few at a time."""
     # A pool for each call: starting four threads is cheap beside decoding, and none is ever left over.
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, files))
+        return list(pool.map(function, items))
 
 
 def measure(files: Sequence[Path], shape: tuple[int, ...]) -> Norm:
@@ -225,8 +226,8 @@ def _channels_first(array: NDArray[Any], file: Path) -> NDArray[Any]:
     return array if first else np.moveaxis(array, -1, 0)
 
 
-def _values(array: NDArray[Any], file: Path) -> NDArray[Any]:
-    """Bytes, or float32."""
+def real_values(array: NDArray[Any], file: Path) -> NDArray[Any]:
+    """The numbers of an image as bytes or float32: see above."""
     if array.dtype.kind not in "buif":
         raise DataError(f"the image {file} holds {array.dtype}, not real numbers.", "Save it as uint8 or float32.")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
