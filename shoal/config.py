@@ -143,7 +143,7 @@ class TrainConfig(Settings):
     described_as = "a training run"
 
     data: str = "default"
-    """A data set's name, folder:PATH, pairs:PATH, npz:PATH or synthetic; default takes the first that is found."""
+    """A data set's name, folder:PATH, pairs:PATH, windows:PATH, npz:PATH, synthetic; default takes the first found."""
     batch: int = Field(default=64, gt=0)
     """Samples per step, over all workers together."""
     augment: str = ""
