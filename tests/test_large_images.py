@@ -35,8 +35,16 @@ def test_a_run_on_windows_can_be_tested_again(tmp_path: Path) -> None:
     from shoal.using.testing import start
 
     make(tmp_path, 256)
-    out, options = tmp_path / "run", {"width": 2, "depth": 1}
-    settings = {"input": (1, 64, 64), "classes": 2, "batch": 4, "epochs": 1}
-    result = shoal.train(model="unet", model_options=options, data=f"windows:{tmp_path}", out=out, **settings)
+    out = tmp_path / "run"
+    result = shoal.train(
+        model="unet",
+        model_options={"width": 2, "depth": 1},
+        data=f"windows:{tmp_path}",
+        input=(1, 64, 64),
+        classes=2,
+        batch=4,
+        epochs=1,
+        out=out,
+    )
     tested = start(out, EvaluateConfig())
     assert (tested.accuracy, tested.iou) == (result.test_accuracy, result.test_iou)
