@@ -2,11 +2,14 @@
 
 import os
 import sys
+from pathlib import Path
 
 import psutil
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """torch's own switch, read when the first tensor is made."""
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""There where a driver of NVIDIA or AMD is loaded."""
 
 
 def ask_for_huge_pages() -> None:
@@ -20,6 +23,11 @@ def ask_for_huge_pages() -> None:
 def cores() -> int:
     """Cores that this process may use, which containers and batch systems often make fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_gpu_driver() -> bool:
+    """Whether this host seems to have GPUs, found out without asking them."""
+    return any(path.exists() for path in GPU_FILES)
 
 
 def threads_each(asked: int | None, ranks_here: int) -> int:

@@ -1,6 +1,7 @@
 """Plan: how each layer of one network is cut over the ranks of a replica. Saves to versioned JSON."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +11,9 @@ from shoal.files import write_text_atomically
 from shoal.partition import Cut
 
 SCHEMA = "shoal.plan/1"
+SHOWN_CUTS = 4
+"""Kinds of cuts that are named where a plan is told in words."""
+_DIMS_IN_WORDS = {"n": "sample", "c": "channel", "k": "input channel", "d": "depth", "h": "height", "w": "width"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,24 @@ class Plan:
                     f"layer {pattern!r} is cut {cut}, needing {cut.parts} ranks; the plan has {self.ranks}.",
                     f"Cut it into at most {self.ranks} parts, or give the plan more ranks.",
                 )
+
+    def in_words(self) -> str:
+        """How many layers are cut in which way, most first.
+
+        >>> by_sample, by_channel = Cut.parse("n2"), Cut.parse("c2")
+        >>> Plan(name="mine", ranks=2, layers=(("a", by_sample), ("b", by_channel), ("c", by_sample))).in_words()
+        '2 layers by sample (n2), 1 by channel (c2)'
+        >>> data_parallel(4).in_words()
+        'every layer by sample (n4)'
+        """
+        counts = Counter(cut for _, cut in self.layers).most_common()
+        if len(counts) == 1:
+            return f"every layer {_in_words(counts[0][0])}"
+        words = [f"{count} {_in_words(cut)}" for cut, count in counts[:SHOWN_CUTS]]
+        first, _, rest = words[0].partition(" ")
+        words[0] = f"{first} layer{'' if first == '1' else 's'} {rest}"
+        others = sum(count for _, count in counts[SHOWN_CUTS:])
+        return ", ".join([*words, *([f"{others} otherwise"] if others else [])])
 
     def to_json(self) -> str:
         """The text of a plan file."""
@@ -70,6 +92,16 @@ class Plan:
                 raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
+
+
+def _in_words(cut: Cut) -> str:
+    """How a layer is cut.
+
+    >>> _in_words(Cut.parse("n2h2")), _in_words(Cut())
+    ('by sample and height (n2h2)', 'whole')
+    """
+    dims = " and ".join(_DIMS_IN_WORDS[dim] for dim, _ in cut.degrees)
+    return f"by {dims} ({cut})" if dims else "whole"
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class RunResult(BaseModel):
     model: str
     data: str
     plan: str
+    plan_in_words: str | None = None
+    """How many layers are cut in which way, where one network is cut over workers."""
     exchange: str
     workers: int
     replicas: int

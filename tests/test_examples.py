@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-PLAIN = [FOLDER / "own_network.py", FOLDER / "plain_loop.py"]
+PLAIN = [FOLDER / "own_network.py", FOLDER / "own_objects.py", FOLDER / "plain_loop.py"]
 UNDER_TORCHRUN = [FOLDER / "ddp_script.py", FOLDER / "shoal_script.py"]
 IDIOMS = [FOLDER / f"{name}.py" for name in ("gan", "adversarial", "multi_scale", "two_inputs", "auxiliary_heads")]
 REPLICAS = [FOLDER / "exchange_script.py", FOLDER / "replicas_of_groups.py"]

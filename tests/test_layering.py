@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
     | {"exchanging"},
     "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
-    "running": NOUNS | {"launching", "planning", "training", "replicas"},
+    "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "cli": NOUNS

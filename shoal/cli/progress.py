@@ -2,18 +2,24 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from shoal.planning.strategies import AUTO
 from shoal.result import ExchangeReport, RunResult
 from shoal.training.listener import About, Listener
 from shoal.training.run_folder import RunFolder
 from shoal.units import show_bytes, show_seconds
 
+STARTING_LINE_SECONDS = 3.0
+"""While workers start, a line at most this often."""
+SHOWN_PEAKS = 4
+"""Workers whose memory is shown one by one."""
 PLAIN_LINE_SECONDS = 10.0
 """Where there is no terminal, a line at least this often while steps go on."""
 _TOLD = {
@@ -45,6 +51,21 @@ def _workers(about: About) -> str:
     return f"{about.workers} workers, plan {about.plan}, " if about.workers > 1 else ""
 
 
+def _peaks(peaks: Sequence[int]) -> str:
+    """Of each worker; of many workers the least and the most.
+
+    >>> _peaks([1 << 20, 2 << 20]), _peaks([3 << 20, 1 << 20, 2 << 20, 1 << 20, 1 << 20])
+    ('1.0 MiB, 2.0 MiB', '1.0 MiB to 3.0 MiB per worker')
+    """
+    if len(peaks) <= SHOWN_PEAKS:
+        return ", ".join(map(show_bytes, peaks))
+    return f"{show_bytes(min(peaks))} to {show_bytes(max(peaks))} per worker"
+
+
+def _plan(name: str, words: str) -> str:
+    return ": ".join(part for part in (name, words) if part)
+
+
 class _Lines(Listener):
     """One line per test, and one every few seconds in between."""
 
@@ -59,6 +80,10 @@ class _Lines(Listener):
         """On its way to rank 0, which shows the run: whatever suits the output there."""
         return progress_for_people, ()
 
+    def starting(self, done: str, by: int, of: int) -> None:
+        if by < of and time.monotonic() - self._last_line > STARTING_LINE_SECONDS:
+            self._print(f"starting: {by} of {of} workers {done}")
+
     def planning(self, done: int, of: int, what: str) -> None:
         if done == 0 or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:
             self._print(f"finding a plan: {what} ({done} of {of})")
@@ -68,13 +93,17 @@ class _Lines(Listener):
         self._told, self._timeout = _TOLD if about.survives else _TOLD_IN_LOCKSTEP, about.timeout
         self._print(
             f"{about.model} ({about.parameters:,} parameters) on {about.data} "
-            f"({about.train_samples:,} + {about.test_samples:,} samples, {about.origin})"
+            f"({about.train_samples:,} + {about.test_samples:,} samples)"
         )
+        self._print(f"data: {about.origin}; results: {folder.path}")
         batch = f"{about.batch}" if about.accumulate == 1 else f"{about.accumulate} x {about.batch}"
         self._print(
-            f"{about.epochs} epochs of {about.steps_per_epoch} steps, batch {batch}, "
-            f"{_workers(about)}{about.device}, threads {about.threads}, results in {folder.path}"
+            f"{about.epochs} epoch{'s' if about.epochs > 1 else ''} of {about.steps_per_epoch} steps, "
+            f"batch {batch}, {_workers(about)}{about.device}, threads {about.threads}"
         )
+        if about.searched and about.plan_in_words:
+            name = "" if about.plan.startswith(AUTO) else about.plan
+            self._print(f"plan auto chose {_plan(name, about.plan_in_words)}")
         if about.done:
             self._print(f"going on after step {about.done}")
 
@@ -116,18 +145,20 @@ class _Lines(Listener):
         table.add_row("step", f"{show_seconds(result.step_seconds_median)} (median)")
         table.add_row("time", show_seconds(result.wall_seconds))
         if result.peak_memory_bytes:
-            table.add_row("peak memory", ", ".join(map(show_bytes, result.peak_memory_bytes)))
+            table.add_row("peak memory", _peaks(result.peak_memory_bytes))
         if result.exchanged is not None:
             _add_exchange(table, result, result.exchanged)
         elif result.workers > 1:
+            table.add_row("plan", _plan(result.plan, result.plan_in_words or ""))
             sent = result.bytes_per_step
             table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
             table.add_row("  predicted", show_bytes(sent.predicted or 0))
-        table.add_row("results", str(folder.path))
+        table.add_row("results", escape(str(folder.path)))
         self.console.print(table)
 
     def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        """A whole line in a file, whole words on a screen."""
+        self.console.print(line, soft_wrap=not self.console.is_terminal, markup=False)
         self._last_line = time.monotonic()
 
 

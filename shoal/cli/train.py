@@ -9,6 +9,7 @@ from shoal.cli.options import options_of
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.launching import load_ahead, surrounding
+from shoal.machine import cores, has_gpu_driver
 
 
 @click.command()
@@ -45,6 +46,9 @@ def train(
     if print_config:
         click.echo(config.to_yaml(), nl=False)
         return
+    _say(f"loading {config.model} and the data set {config.data} ...")
+    if (told := crowded(config)) and surrounding() is None:
+        _say(told)
     # torch loads here and not before: a wrong option is answered at once
     if config.workers > 1 and surrounding() is None:
         load_ahead(config.workers, config.threads)
@@ -52,6 +56,23 @@ def train(
     from shoal.cli.progress import progress_for_people
 
     running.train(config, progress_for_people())
+
+
+def _say(line: str) -> None:
+    """Before torch is loaded, which takes seconds; of many ranks the first speaks."""
+    world = surrounding()
+    if world is None or world.rank == 0:
+        click.echo(line)
+
+
+def crowded(config: TrainConfig) -> str:
+    """What to expect where more workers than cores are asked for on a host without GPUs; nothing otherwise."""
+    if config.workers <= cores() or config.device.startswith("cuda") or (config.device == "auto" and has_gpu_driver()):
+        return ""
+    return (
+        f"note: {config.workers} workers share {cores()} cores and take turns: starting them takes a while, "
+        "and a step takes no less time than with fewer."
+    )
 
 
 def _from_recipe(recipe: Path | None) -> dict[str, Any]:
@@ -69,6 +90,7 @@ def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
             f"--resume takes its settings from {str(folder)!r}, not from the recipe {str(recipe)!r}.",
             "Leave the recipe out; options such as --epochs may be given anew.",
         )
+    _say(f"loading the run in {folder} ...")
     from shoal import running
     from shoal.cli.progress import progress_for_people
 
@@ -81,6 +103,7 @@ def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:
             f"--join takes its settings from the run in {str(folder)!r}.",
             "Leave out the recipe and all other options.",
         )
+    _say(f"joining the run in {folder} ...")
     from shoal.replicas.run import join_run
 
     join_run(folder)

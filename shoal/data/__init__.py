@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from shoal.data.batch_part import BatchPart
     from shoal.data.dataset import ArrayData, DataSet, Splits, Task
     from shoal.data.loader import Loader, first_indices, sequential_batches
-    from shoal.data.loading import load
+    from shoal.data.loading import fit_splits, load
     from shoal.data.order import BatchOrder, Position
 
 __all__ = [
     "load",
+    "fit_splits",
     "names",
     "forms",
     "where",
@@ -42,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "load": "loading",
+    "fit_splits": "loading",
     "Splits": "dataset",
     "DataSet": "dataset",
     "ArrayData": "dataset",

@@ -25,6 +25,20 @@ class Windowed(Protocol):
         ...
 
 
+@runtime_checkable
+class Changing(Protocol):
+    """A data set whose samples are not the same in every epoch."""
+
+    def batch_in(self, epoch: int, indices: NDArray[np.int64]) -> Batch:
+        """As `DataSet.batch`, in this epoch: a pure function of both."""
+        ...
+
+
+def read_batch(data: DataSet, epoch: int, indices: NDArray[np.int64]) -> Batch:
+    """Whole samples, as they are in this epoch."""
+    return data.batch_in(epoch, indices) if isinstance(data, Changing) else data.batch(indices)
+
+
 @dataclass(frozen=True)
 class BatchPart:
     """A box of the samples (sample, channel, space) and one of the labels (sample, and space to segment).
@@ -36,8 +50,8 @@ class BatchPart:
     x: Window
     y: Window
 
-    def read(self, data: DataSet, indices: NDArray[np.int64], change: Change | None = None) -> Batch:
-        """This part of the batch of the samples `indices`."""
+    def read(self, data: DataSet, indices: NDArray[np.int64], change: Change | None = None, epoch: int = 0) -> Batch:
+        """This part of the batch of the samples `indices`, as they are in this epoch."""
         rows = [box[0] for box in (self.x, self.y) if box[0].stop > box[0].start]
         first = min((span.start for span in rows), default=0)
         # A part without samples still has a shape, which one sample tells.
@@ -46,7 +60,7 @@ class BatchPart:
             x, y = data.window(chosen, self.x[2:], self.y[1:])
             x = x[:, self.x[1]]
         else:
-            x, y = data.batch(chosen)
+            x, y = read_batch(data, epoch, chosen)
             if change is not None:
                 x, y = change(x, y, chosen)
             x, y = x[:, *self.x[1:]], y[:, *self.y[1:]]

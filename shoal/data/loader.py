@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.augment import Augment
-from shoal.data.batch_part import Batch, BatchPart
+from shoal.data.batch_part import Batch, BatchPart, read_batch
 from shoal.data.dataset import DataSet
 from shoal.data.order import BatchOrder
 
@@ -53,8 +53,8 @@ class Loader:
         augment = self.augment
         if self.part is not None:
             change = None if augment is None else lambda x, y, chosen: augment(x, y, indices=chosen, epoch=epoch)
-            return self.part.read(self.data, indices, change)
-        x, y = self.data.batch(indices)
+            return self.part.read(self.data, indices, change, epoch)
+        x, y = read_batch(self.data, epoch, indices)
         return (x, y) if augment is None else augment(x, y, indices=indices, epoch=epoch)
 
 

@@ -38,16 +38,21 @@ def load(spec: str, *, shape: tuple[int, ...] | None = None, classes: int | None
     if name in ("folder", "npz", "pairs"):
         path = _path(spec, argument)
         if name == "npz":
-            return _fit(load_npz(path, shape=shape, classes=classes), shape, classes)
+            return fit_splits(load_npz(path, shape=shape, classes=classes), shape, classes)
         if name == "pairs":
             return load_pairs(path, shape=shape, classes=classes)
-        return _fit(load_folder(path, shape=shape), shape, classes)
+        return fit_splits(load_folder(path, shape=shape), shape, classes)
+    if name == "python":
+        raise DataError(
+            f"the data {argument} was given as an object from Python, which has no name here.",
+            f"Use it from Python, where that object is, or give the data by name: {', '.join((*names(), *forms()))}.",
+        )
     known = default_name() if name == "default" else name
     if known not in FIXED:
         raise _unknown(spec)
     if colon:
         raise DataError(f"data set {name!r} takes no argument, but {spec!r} gives one.", f"Write --data {name}.")
-    return _fit(FIXED[known](), shape, classes)
+    return fit_splits(FIXED[known](), shape, classes)
 
 
 def _path(spec: str, argument: str) -> Path:
@@ -56,7 +61,8 @@ def _path(spec: str, argument: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _fit(splits: Splits, shape: tuple[int, ...] | None, classes: int | None) -> Splits:
+def fit_splits(splits: Splits, shape: tuple[int, ...] | None, classes: int | None) -> Splits:
+    """The same with images of this shape, which must have so many classes; `DataError` where that cannot be."""
     own = splits.train.classes
     if classes is not None and classes != own:
         raise DataError(

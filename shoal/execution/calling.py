@@ -72,6 +72,8 @@ class Caller:
     variants: dict[Key, Variant] = field(default_factory=dict)
     flagged: bool = False
     """Whether some rank had set its flag at the last call."""
+    loss_share: float | None = None
+    """What this rank's loss weighed in the mean at the last call; None where that was no mean over samples."""
 
     def __post_init__(self) -> None:
         self._follows: dict[tuple[object, ...], tuple[bool, ...]] = {}
@@ -124,6 +126,8 @@ class Caller:
         if not known and own.targets and variant.form.tail is not None:  # what a target weighs was not known before
             own.weight = variant.form.tail.weight(own.targets[0])
             weights = [row[0] for row in self.transport.gather_numbers([own.weight])]
+        everyone = sum(weights) if variant.form.gives_losses else 0.0
+        self.loss_share = own.weight / everyone if everyone else None
         shares = self._shares(variant, table)
         variant = self._proven(variant, sum(shares), own)
         ready = self.prepare(variant, shares)

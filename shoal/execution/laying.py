@@ -126,10 +126,24 @@ def draft_on_all(transport: Transport, source: nn.Module | Callable[[], nn.Modul
 
 
 def capture_on_all(
-    transport: Transport, model: nn.Module, example: Any, loss: Loss | None = None, target: Any = None
+    transport: Transport,
+    model: nn.Module,
+    example: Any,
+    loss: Loss | None = None,
+    target: Any = None,
+    on_captured: Callable[[], None] = lambda: None,
 ) -> Captured:
-    """`capture_modes` on all ranks. What one finds wrong all say, and different networks are refused."""
-    captured = agree(transport, lambda: capture_modes(model, example, loss, target), "parallelize")
+    """`capture_modes` on all ranks. What one finds wrong all say, and different networks are refused.
+
+    `on_captured`: called when this rank is done, before it waits for the others.
+    """
+
+    def attempt() -> Captured:
+        captured = capture_modes(model, example, loss, target)
+        on_captured()
+        return captured
+
+    captured = agree(transport, attempt, "parallelize")
     for graph in captured.graphs.values():
         compare_graphs(graph, transport)
     return captured

@@ -143,6 +143,14 @@ class ParallelModule(nn.Module):
         return self._caller.flagged
 
     @property
+    def loss_share(self) -> float | None:
+        """What this rank's loss weighed in the mean over the batch at the last forward pass, all ranks together 1.
+
+        None where the loss was no mean over samples: then every rank has the loss of the whole batch.
+        """
+        return self._caller.loss_share
+
+    @property
     def steps(self) -> int:
         """Forward passes in training so far; dropout's masks depend on it. Set it to go on with a stopped run."""
         return self._passes.training_passes

@@ -7,7 +7,7 @@ some may be lost, `stopping.py` counts how often one asked to stop, `failure.py`
 
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import leave, load_ahead
+from shoal.launching.process import leave, load_ahead, tell_stage
 from shoal.launching.ranks import run
 from shoal.launching.replicas import Replicas
 from shoal.launching.stopping import Requests, stop_signals
@@ -23,6 +23,7 @@ __all__ = [
     "load_ahead",
     "run",
     "Replicas",
+    "tell_stage",
     "leave",
     "Requests",
     "stop_signals",

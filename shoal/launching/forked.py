@@ -1,7 +1,8 @@
 """How a process of a run begins: forked from a helper that has loaded torch, instead of loading it anew.
 
 Promise   as if it had been spawned: it finds the environment, the streams and the cores that this process has at that
-          moment, and draws random numbers of its own. The folder is its caller's to set, as after a spawn.
+          moment, and draws random numbers of its own. The folder is its caller's to set, as after a spawn. Unlike one
+          that is spawned it does not run the user's script again: what it needs of that must come with its arguments.
 Cost      one helper for all processes that this one starts, for as long as this one lives. It loads torch while the
           first of them waits, as that would do itself; the others begin at once and share the memory of what is loaded.
 Failure   a process is spawned where there is no fork, on hosts with GPUs, whose drivers do not bear one once they were
@@ -21,7 +22,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from shoal.machine import has_gpu_driver
 
 READ_WHILE_LOADING = (
     *("CUDA", "DNNL", "GLIBC", "GOMP", "HIP", "KMP", "LD", "MALLOC", "MKL", "NCCL", "NUMEXPR", "OMP", "ONEDNN"),
@@ -32,8 +36,6 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 """Those that ask for an end in good order."""
-GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""There where a driver of NVIDIA or AMD is loaded."""
 _PR_SET_NAME = 15
 
 _loaded_with: Mapping[str, str] | None = None
@@ -63,13 +65,25 @@ def load_ahead() -> None:
 
 def _started(context: Any, args: tuple[Any, ...]) -> BaseProcess:
     process: BaseProcess = context.Process(target=_live, args=args, name=args[0])
-    process.start()
+    with _script_aside():
+        process.start()
     return process
+
+
+@contextmanager
+def _script_aside() -> Iterator[None]:
+    """Let no new process run the user's script once more, which may have no `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _can_fork() -> bool:
     """Whether a process that is forked from the helper, there or not yet, is as one that is spawned now."""
-    if sys.platform != "linux" or any(path.exists() for path in GPU_FILES):
+    if sys.platform != "linux" or has_gpu_driver():
         return False
     if _loaded_with is None:  # one that is there all the same is of the user's own program, with other things in it
         return _helper() is None

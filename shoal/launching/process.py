@@ -18,11 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import cloudpickle
 
 from shoal.errors import ConfigError
 from shoal.launching import forked
@@ -36,6 +39,18 @@ END_SECONDS = 1.0
 """Time between asking a process to end and killing it."""
 
 
+OnStage = Callable[[str, int, int], None]
+"""Told (what was done, by how many, of how many processes) while processes are on their way to their work."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a process says on its way to its work: its how many-th word, and what it has done."""
+
+    number: int
+    done: str
+
+
 @dataclass
 class Process:
     """One process, as the launcher sees it."""
@@ -43,6 +58,8 @@ class Process:
     number: int
     process: BaseProcess
     pipe: Connection
+    stage: "Stage | None" = None
+    """How far it is on its way to its work."""
     finished: bool = False
     result: Any = None
     failure: Failure | None = None
@@ -53,11 +70,13 @@ class Process:
         return self.finished or self.failure is not None
 
     def hear(self) -> None:
-        """Take its report, if there is one; a process that ended without one has died."""
+        """Take what it tells; a process that ended without a report has died."""
         try:
             while not self.told and self.pipe.poll():
                 report = pickle.loads(self.pipe.recv_bytes())
-                if isinstance(report, Failure):
+                if isinstance(report, Stage):
+                    self.stage = report
+                elif isinstance(report, Failure):
                     self.failure = report
                 else:
                     self.finished, self.result = True, report[0]
@@ -80,14 +99,15 @@ def load_ahead(ranks: int, threads: int | None) -> None:
 
 
 def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
-    """What a process is to do, pickled; a `ConfigError` where it cannot be."""
+    """What a process is to do, pickled, with all that is not to be imported; a `ConfigError` where it cannot be."""
     try:
-        return pickle.dumps((function, args))
+        payload: bytes = cloudpickle.dumps((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"what the ranks are to do cannot be sent to them: {error}.",
-            "Give a function that can be imported, and arguments (such as a listener) that survive pickling.",
+            "Give a function and arguments (such as a listener) that survive pickling.",
         ) from None
+    return payload
 
 
 def start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> Process:
@@ -97,6 +117,25 @@ def start(world: World, payload: bytes, threads: int, timeout: float, device: st
     process = forked.begin(_serve, args, name=f"shoal rank {world.number}")
     theirs.close()
     return Process(world.number, process, ours)
+
+
+class Stages:
+    """How far processes are, told when it has changed: of what the first of them did last, how many did it too."""
+
+    def __init__(self, on_stage: OnStage) -> None:
+        self._on_stage = on_stage
+        self._told: tuple[str, int] | None = None
+
+    def look(self, processes: Sequence[Process]) -> None:
+        """After what they said was heard."""
+        stages = [one.stage for one in processes if one.stage is not None]
+        if not stages:
+            return
+        latest = max(stages, key=lambda stage: stage.number)
+        told = (latest.done, stages.count(latest))
+        if told != self._told:
+            self._told = told
+            self._on_stage(*told, len(processes))
 
 
 def end(ranks: Sequence[Process]) -> None:
@@ -178,20 +217,34 @@ def environment(**values: str) -> Iterator[None]:
 
 # In the ranks
 
+_launcher: Connection | None = None
+"""The way to whoever started this process."""
+_words = count(1)
+
+
+def tell_stage(done: str) -> None:
+    """Tell whoever started this process, for people to read, what it has done on its way to its work."""
+    if _launcher is not None:
+        with suppress(OSError):  # it may have ended
+            _launcher.send_bytes(pickle.dumps(Stage(next(_words), done)))
+
 
 def _serve(
     world: World, payload: bytes, threads: int, timeout: float, device: str, folder: Path, pipe: Connection
 ) -> None:
     """One rank's whole life."""
+    global _launcher
     _stand_alone()
+    _launcher = pipe
     try:
         os.chdir(folder)  # it starts where the parent was when that began, and a script may have gone elsewhere
         import torch
 
         torch.set_num_threads(threads)
         function, args = pickle.loads(payload)
+        tell_stage("have begun")
         with joined(world, device, timeout):
-            pipe.send_bytes(pickle.dumps((function(*args),)))
+            pipe.send_bytes(cloudpickle.dumps((function(*args),)))
             _wait_for_goodbye(pipe)
     except BaseException as error:  # whatever it is, the launcher reports it
         failure = Failure.of(error, world.number)

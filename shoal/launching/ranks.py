@@ -11,7 +11,17 @@ from typing import TypeVar
 
 from shoal.launching.failure import explain
 from shoal.launching.group import TIMEOUT
-from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
+from shoal.launching.process import (
+    OnStage,
+    Process,
+    Signals,
+    Stages,
+    end,
+    environment,
+    environment_of,
+    packed,
+    start,
+)
 from shoal.launching.world import LOOPBACK, World
 
 GRACE_SECONDS = 1.0
@@ -32,11 +42,13 @@ def run(
     threads: int = 1,
     timeout: float = TIMEOUT,
     device: str = "cpu",
+    on_stage: OnStage = lambda *_: None,
 ) -> list[Result]:
     """`function(*args)` on `workers` new processes of this host, joined in one process group; what each returned.
 
-    `function` must be importable, arguments and results picklable; a rank learns who it is from `torch.distributed`.
-    A rank that waits longer than `timeout` seconds for another gives up.
+    Function, arguments and results must be picklable, by cloudpickle; a rank learns who it is from `torch.distributed`.
+    A rank that waits longer than `timeout` seconds for another gives up. `on_stage` hears how far they are with what
+    they tell by `tell_stage`.
 
     Raises the first failing rank's error: a `ShoalError` as its own class, any other as a `RunError` that names the
     rank, the layer where the engine noted it, and the error, with the rank's traceback as its cause; a
@@ -56,7 +68,7 @@ def run(
                     ranks.append(start(world, payload, threads, timeout, device))
             if signals.asked:  # the signal may have missed ranks that had not started yet
                 raise KeyboardInterrupt
-            _supervise(ranks)
+            _supervise(ranks, Stages(on_stage))
             failures = [rank.failure for rank in ranks if rank.failure is not None]
             if failures:
                 signals.raise_if_interrupted(failures)
@@ -72,7 +84,7 @@ def run(
             table.close()
 
 
-def _supervise(ranks: Sequence[Process]) -> None:
+def _supervise(ranks: Sequence[Process], stages: Stages) -> None:
     """Wait until every rank has reported how it ended, or its time for that is over."""
     deadline = float("inf")
     while waiting := [rank for rank in ranks if not rank.told]:
@@ -83,6 +95,7 @@ def _supervise(ranks: Sequence[Process]) -> None:
         wait(handles, timeout=min(seconds, LOOK_SECONDS))
         for rank in waiting:
             rank.hear()
+        stages.look(ranks)
         deadline = min(deadline, time.monotonic() + _patience(ranks))
 
 

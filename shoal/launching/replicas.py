@@ -10,7 +10,17 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.launching.failure import Failure, explain
-from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
+from shoal.launching.process import (
+    OnStage,
+    Process,
+    Signals,
+    Stages,
+    end,
+    environment,
+    environment_of,
+    packed,
+    start,
+)
 from shoal.launching.ranks import GRACE_SECONDS, LOOK_SECONDS, SEARCH_SECONDS
 from shoal.launching.world import LOOPBACK, World
 
@@ -45,9 +55,11 @@ class Replicas:
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
         others: Callable[[], bool] = lambda: False,
+        on_stage: OnStage = lambda *_: None,
     ) -> None:
         """Until `over`, or until every rank has finished. `on_stop`: the user asked to stop. `on_lost`: a replica died.
         `others`: whether replicas that were started elsewhere go on, which are then waited for.
+        `on_stage`: as in `ranks.py`.
 
         Raises as `run` in `ranks.py` does; where replicas may be lost, only when none is left. No process outlives it.
         """
@@ -57,7 +69,7 @@ class Replicas:
                 with environment(**environment_of(self._threads)):
                     for number in range(self._replicas * self._ranks):
                         processes.append(self._start(function, args, number))
-                self._watch(signals, over, on_stop, on_lost, others)
+                self._watch(signals, over, on_stop, on_lost, others, Stages(on_stage))
             finally:
                 end(processes)
                 self._table.close()
@@ -78,6 +90,7 @@ class Replicas:
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
         others: Callable[[], bool],
+        stages: Stages,
     ) -> None:
         told_to_stop = False
         lost: set[int] = set()
@@ -87,6 +100,7 @@ class Replicas:
             wait(handles, timeout=LOOK_SECONDS)
             for process in waiting:
                 process.hear()
+            stages.look(self._processes)
             if signals.asked > 1:
                 raise KeyboardInterrupt
             if signals.asked and not told_to_stop:

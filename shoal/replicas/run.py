@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
@@ -27,6 +28,7 @@ from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
 from shoal.training.outcome import describe, inference_of
+from shoal.training.own_objects import NO_OBJECTS, OwnObjects, check_same, other_weights, write_objects
 from shoal.training.run_folder import RunFolder
 from shoal.transport.links import LOOPBACK
 
@@ -35,7 +37,9 @@ LEAVE_SECONDS = 30.0
 """Time that the other replicas have to leave when the run is over."""
 
 
-def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, device: str) -> RunResult:
+def train_here(
+    config: TrainConfig, resumed: Path | None, listener: Listener, device: str, own: OwnObjects = NO_OBJECTS
+) -> RunResult:
     """Start all replicas on this host and conduct them."""
     options = _options(config)
     each = config.workers // config.replicas
@@ -44,7 +48,7 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
     replicas = Replicas(
         config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
     )
-    with _conducting(config, resumed, listener, one_host=True, host=LOOPBACK, store=replicas.table) as conducting:
+    with _conducting(config, resumed, listener, own, one_host=True, host=LOOPBACK, store=replicas.table) as conducting:
         try:
             replicas.run(
                 train_replica,
@@ -52,10 +56,12 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
                 conducting.meeting,
                 _checkpoint(resumed),
                 config.workers,
+                own,
                 over=lambda: conducting.over,
                 on_stop=conducting.stop,
                 on_lost=lambda replica, failure: conducting.lost(replica, _why(failure)),
                 others=lambda: options.survives and conducting.goes_on,
+                on_stage=listener.starting,
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
@@ -68,7 +74,12 @@ def train_here(config: TrainConfig, resumed: Path | None, listener: Listener, de
 
 
 def train_in_world(
-    config: TrainConfig, resumed: Path | None, listener: Listener, device: str, world: World
+    config: TrainConfig,
+    resumed: Path | None,
+    listener: Listener,
+    device: str,
+    world: World,
+    own: OwnObjects = NO_OBJECTS,
 ) -> RunResult:
     """As one rank of a world that torchrun or srun started; rank 0 conducts beside its own training."""
     if world.size % config.replicas:
@@ -83,8 +94,10 @@ def train_in_world(
 
     def train(meeting: Meeting) -> bool:
         with joined(inside, device, config.timeout):
-            return train_replica(config, meeting, _checkpoint(resumed), world.local_size or world.size, replica)
+            return train_replica(config, meeting, _checkpoint(resumed), world.local_size or world.size, own, replica)
 
+    if isinstance(own.model, nn.Module) and told_to_all(world, table, own.digest(), config.timeout) != own.digest():
+        raise other_weights()
     if world.rank:
         if not train(Meeting.from_json(told_to_all(world, table, None, config.timeout, last=True))):
             raise LeftError(
@@ -96,7 +109,7 @@ def train_in_world(
             raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
         return RunResult.model_validate_json(text)
     one_host, host, store = world.on_one_host, world.listens_at, world.url
-    with _conducting(config, resumed, listener, one_host=one_host, host=host, store=store, own=0) as conducting:
+    with _conducting(config, resumed, listener, own, one_host=one_host, host=host, store=store, here=0) as conducting:
         try:
             told_to_all(world, table, conducting.meeting.to_json(), config.timeout, last=True)
             train(conducting.meeting)
@@ -126,6 +139,7 @@ def join_run(folder: Path) -> None:
             f"the run in {str(folder)!r} keeps its weights in the memory of another host.",
             "Join it from there, or start it with --exchange-options servers=processes.",
         )
+    check_same(RunFolder(folder), {})
     config = TrainConfig.parse({**read_recipe(RunFolder(folder).config), "out": folder}, source="--join: ")
     options = _options(config)
     if not options.takes_late:
@@ -149,7 +163,7 @@ def join_run(folder: Path) -> None:
 
 
 def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, _: int) -> None:
-    train_replica(config, meeting, None, ranks_here, None)
+    train_replica(config, meeting, None, ranks_here, NO_OBJECTS, None)
 
 
 @contextmanager
@@ -157,15 +171,16 @@ def _conducting(
     config: TrainConfig,
     resumed: Path | None,
     listener: Listener,
+    own: OwnObjects,
     *,
     one_host: bool,
     host: str,
     store: str,
-    own: int | None = None,
+    here: int | None = None,
 ) -> Iterator[Conducting]:
-    """Everything that a run needs beside its replicas, for as long as it lasts. `own`: a replica in this process."""
+    """Everything that a run needs beside its replicas, for as long as it lasts. `here`: a replica in this process."""
     options = _options(config)
-    about, inference, config = _look(config, options)
+    about, inference, config = _look(config, options, own)
     held = options.holding(config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     with ExitStack() as stack:
@@ -176,6 +191,7 @@ def _conducting(
             write_text_atomically(folder.config, config.to_yaml())
         with folder.writing(folder.inference):
             write_text_atomically(folder.inference, inference.to_json())
+        write_objects(folder, own)
         recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
         stack.callback(recorder.close)
         conducting = Conducting(
@@ -189,7 +205,7 @@ def _conducting(
             host=host,
             store=store,
             folder=str(folder.path),
-            own=own,
+            own=here,
         )
         stack.callback(conducting.close)
         stack.callback(folder.meeting.unlink, missing_ok=True)
@@ -216,16 +232,21 @@ def _conducting(
             listener.finished(conducting.result, folder)
 
 
-def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inference, TrainConfig]:
+def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tuple[About, Inference, TrainConfig]:
     """Find what is wrong with the user's input before any replica is started; and what the run is about."""
     each = config.workers // config.replicas
     alone = config.model_copy(
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
-    splits, _, model = load_whole(alone)
+    splits, _, model = load_whole(alone, own)
     assert isinstance(options, Kind)
-    if config.optimizer != "sgd" or config.optimizer_options:  # of SGD servers can do all that it is told otherwise
-        options.taken_over(make_optimizer(alone, model.parameters()))
+    if own.optimizer is not None or config.optimizer != "sgd" or config.optimizer_options:
+        # Of SGD servers can do all that it is told otherwise.
+        optimizer = make_optimizer(alone, model.parameters(), own)
+        options.taken_over(optimizer)
+        config = own.settled(config, optimizer)
+    if own.optimizer is not None:
+        _check_unchanged(config, options, optimizer)
     if config.clip is not None and options.taken_over(torch.optim.SGD(model.parameters())) is not None:
         raise ConfigError(
             f"clip = {config.clip:g} is of the gradients that a step is made of, and with {options.name} servers step, "
@@ -257,6 +278,23 @@ def _look(config: TrainConfig, options: ExchangeOptions) -> tuple[About, Inferen
             f"Give a --batch, times --accumulate, of at most {about.train_samples}.",
         )
     return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
+
+
+def _check_unchanged(config: TrainConfig, options: ExchangeOptions, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an exchange that would change an optimizer of the user's own."""
+    rates = list(dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups))
+    if len(rates) > 1:
+        raise ConfigError(
+            f"{options.name} steps all parameters at one rate, and the groups of {type(optimizer).__name__} have "
+            f"{' and '.join(f'{rate:g}' for rate in rates)}.",
+            "Give all groups the same rate, or train one replica.",
+        )
+    kept = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
+    if kept != {float(config.rates().momentum)}:
+        raise ConfigError(
+            f"{options.name} with {config.replicas} replicas changes the momentum, and yours is in the optimizer.",
+            "Keep it with exchange_options={'rates': 'given'}, or use another exchange.",
+        )
 
 
 def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:

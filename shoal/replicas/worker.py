@@ -50,6 +50,7 @@ from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job, prepare
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import inference_of
+from shoal.training.own_objects import OwnObjects
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
 from shoal.training.weights import save_weights
@@ -65,7 +66,7 @@ WAIT_SECONDS = 0.01
 
 
 def train_replica(
-    config: TrainConfig, meeting: Meeting, resumed: Path | None, ranks_here: int, replica: int | None
+    config: TrainConfig, meeting: Meeting, resumed: Path | None, ranks_here: int, own: OwnObjects, replica: int | None
 ) -> bool:
     """The whole life of one rank of one replica. `replica` None: whatever number the conductor gives a late one.
 
@@ -80,7 +81,7 @@ def train_replica(
         seat = take_seat(meeting, transport, replica, pids, options.heartbeat)
         welcome = seat.welcome
         number = welcome["replica"]
-        job = _prepare(config, options, transport, number, ranks_here)
+        job = _prepare(config, options, transport, number, ranks_here, own)
         if resumed is not None:
             content = checkpoint.read(resumed, config, job.device)
             checkpoint.put_in(content, job)
@@ -122,9 +123,16 @@ class _Share(BatchOrder):
         return super().indices(epoch, step)[self._own]
 
 
-def _prepare(config: TrainConfig, options: ExchangeOptions, transport: Transport, number: int, ranks_here: int) -> Job:
+def _prepare(
+    config: TrainConfig,
+    options: ExchangeOptions,
+    transport: Transport,
+    number: int,
+    ranks_here: int,
+    own: OwnObjects,
+) -> Job:
     """The job of one replica, as if it were alone with its share of the batch."""
-    own = config.model_copy(
+    alone = config.model_copy(
         update={
             "workers": transport.world,
             "batch": config.replica_batch,
@@ -134,7 +142,7 @@ def _prepare(config: TrainConfig, options: ExchangeOptions, transport: Transport
             "momentum": config.rates().momentum,
         }
     )
-    job = prepare(own, transport, ranks_here=ranks_here)
+    job = prepare(alone, transport, own, ranks_here=ranks_here)
     if number:  # weights are drawn alike everywhere, dropout's masks are not
         torch.manual_seed(config.seed + number)
     loader = job.loader
@@ -143,7 +151,7 @@ def _prepare(config: TrainConfig, options: ExchangeOptions, transport: Transport
     return replace(
         job,
         loader=loader,
-        config=own.model_copy(
+        config=alone.model_copy(
             update={"threads": job.config.threads, "device": job.config.device, "data": job.config.data}
         ),
     )
@@ -293,7 +301,8 @@ class _Life:
             state = checkpoint.state_of(job) if order.save else None
             with job.tested():
                 if order.evaluate:
-                    tested = evaluate(job.network, job.splits.test, batch=job.config.batch, device=job.device)
+                    criterion, batch = job.own.loss_on(job.device), job.config.batch
+                    tested = evaluate(job.network, job.splits.test, batch=batch, device=job.device, criterion=criterion)
                 whole = job.network.whole() if order.last else None
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
             states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []

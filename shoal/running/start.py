@@ -1,51 +1,157 @@
 """Where a run begins: in this process alone, on ranks that it starts, or as one rank of a world that is there."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
+from shoal.data.torch_sets import batch_of
+from shoal.errors import ConfigError
 from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training.job import load_whole
 from shoal.training.listener import Listener
+from shoal.training.network import Criterion
+from shoal.training.own_objects import OwnObjects, check_same
 from shoal.training.rank import kind_of_device, train_on_rank
 from shoal.training.run_folder import RunFolder
 
 
-def train(config: TrainConfig, listener: Listener | None = None) -> RunResult:
-    """Run a new training as `config` says and write its folder.
+def train(
+    config: TrainConfig | None = None,
+    listener: Listener | None = None,
+    *,
+    model: str | nn.Module | Callable[..., nn.Module] | None = None,
+    data: object = None,
+    loss: Criterion | None = None,
+    optimizer: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    loader_workers: int | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Run a new training and write its folder: as a `TrainConfig` says, or as its settings say, given as keywords.
 
-    With several workers it starts them, unless torchrun or srun did; then this process is one of them. Rank 0 gets
-    the listener, which for workers started here must survive pickling, and writes the folder.
+    In the place of names these may be objects:
+
+    model           a module, or a function or class that makes one, called with those of `input` (a sample's shape)
+                    and `classes` that it accepts. A module begins with its present weights and is left as it is: the
+                    trained ones are in the run's folder
+    data            (train, test), each a map-style torch `Dataset` that gives (x, y), a `DataLoader` of one, or a data
+                    set of Shoal's; or a function that gives them, called on each rank. `classes=N` says how many there
+                    are where the data set does not
+    loss            of scores and classes, their mean: one number. `F.cross_entropy` unless given. It may be any such
+                    function; over ranks it stays one device's, also where they have unequal shares
+    optimizer       a function of the parameters that makes a torch optimizer; its rate is the peak of the schedule
+    loader_workers  processes of each rank that read a `Dataset`, or a loader's own number; 0: the rank itself
+
+    With several workers it starts them, unless torchrun or srun did; then this process is one of them. Objects go to
+    them by cloudpickle, also those of a script or a notebook. Rank 0 gets the listener, which for workers started here
+    must survive pickling, and writes the folder.
 
     Raises `InputError` before anything is trained, `DivergedError` when the loss is not finite, and
     `StoppedError` after Ctrl-C or SIGTERM, when all files are whole and a checkpoint is left. When a rank fails:
     its own error, or a `RunError` that names it.
     """
+    own, named = _sorted(model, data, loss, optimizer, loader_workers)
+    if config is None:
+        if "batch" not in settings and (batch := batch_of(own.data)) is not None:
+            settings["batch"] = batch
+        config = TrainConfig.parse({**settings, **named})
+    elif given := {**settings, **named}:
+        raise ConfigError(
+            f"{next(iter(given))} = {next(iter(given.values()))!r} is given beside a TrainConfig.",
+            "Give it to the TrainConfig, or all settings as keywords.",
+        )
+    _check_batch(config, own)
+    own.check_settings(config)
+    config = _with_names(config, own)
     with _torch_left_as_found():
-        return _start(config, None, listener or Listener(), asked=config.tells("workers"))
+        return _start(config, None, listener or Listener(), own, asked=config.tells("workers"))
 
 
-def resume(path: Path, changes: Mapping[str, Any], listener: Listener | None = None) -> RunResult:
+def resume(
+    path: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    listener: Listener | None = None,
+    *,
+    model: nn.Module | Callable[..., nn.Module] | None = None,
+    data: object = None,
+    loss: Criterion | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    loader_workers: int | None = None,
+) -> RunResult:
     """Go on with the run in `path`, bit for bit as if it had never stopped; under another plan or on other workers,
     to rounding.
 
     `changes` are settings given anew; those that the state so far depends on are refused. A finished run
-    can go on only with more epochs.
+    can go on only with more epochs. A run that was begun with objects needs the same ones again.
     """
-    folder = RunFolder.open(path)
-    config = TrainConfig.parse({**read_recipe(folder.config), **changes, "out": path}, source="--resume: ")
+    folder, changes = RunFolder.open(Path(path)), changes or {}
+    own = OwnObjects(model, data, loss, optimizer, loader_workers)
+    check_same(folder, own.names())
+    given = {name: value for name, value in read_recipe(folder.config).items() if name not in own.names()}
+    config = TrainConfig.parse({**given, **changes, "out": folder.path}, source="--resume: ")
+    config = _with_names(config, own)
     if config.plan == AUTO and not {"plan", "workers"} & changes.keys():
         config = config.model_copy(update={"plan": str(folder.plan)})  # what was found then, not what would be now
     with _torch_left_as_found():
-        return _start(config, path, listener or Listener(), asked="workers" in changes)
+        return _start(config, folder.path, listener or Listener(), own, asked="workers" in changes)
+
+
+def _sorted(
+    model: object, data: object, loss: object, optimizer: object, loader_workers: int | None
+) -> tuple[OwnObjects, dict[str, str]]:
+    """Objects, and the names of what was given by name; a `ConfigError` for what is neither."""
+    given = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+    named = {what: value for what, value in given.items() if isinstance(value, str)}
+    objects: dict[str, Any] = {what: value for what, value in given.items() if what not in named}
+    if "loss" in named:
+        raise ConfigError(
+            f"loss = {named['loss']!r} is a name, and losses have none.",
+            "Give a function of scores and classes, such as torch.nn.functional.cross_entropy.",
+        )
+    for what, wanted in (
+        ("model", "a torch.nn.Module, or a function that makes one"),
+        ("loss", "a function of scores and classes"),
+        ("optimizer", "a function of the parameters that makes a torch optimizer"),
+    ):
+        value = objects.get(what)
+        if value is not None and (not callable(value) or isinstance(value, torch.optim.Optimizer)):
+            raise ConfigError(f"{what} = {type(value).__name__} does not work.", f"Give a name, or {wanted}.")
+    if loader_workers is not None and loader_workers < 0:
+        raise ConfigError(f"loader_workers = {loader_workers} is below 0.", "Give a number of processes.")
+    if loader_workers and objects.get("data") is None:
+        raise ConfigError(
+            f"loader_workers = {loader_workers} read a torch Dataset, and none was given.",
+            "Leave loader_workers out: data with a name is read ahead by threads.",
+        )
+    return OwnObjects(**objects, loader_workers=loader_workers), named
+
+
+def _with_names(config: TrainConfig, own: OwnObjects) -> TrainConfig:
+    """Where a setting stands for an object, what that is called; refused where the setting says something too."""
+    names = {name: value for name, value in own.names().items() if name in ("model", "data")}
+    for name in names:
+        if config.tells(name):
+            raise ConfigError(
+                f"{name} = {getattr(config, name)!r} is given as a setting and as an object.", "Give one of them."
+            )
+    return config.model_copy(update=names)
+
+
+def _check_batch(config: TrainConfig, own: OwnObjects) -> None:
+    batch = batch_of(own.data)
+    if batch not in (None, config.batch):
+        raise ConfigError(
+            f"batch = {config.batch}, but the loader of the training part has batches of {batch}.",
+            "Give one of them; it is the batch of all workers together.",
+        )
 
 
 @contextmanager
@@ -62,7 +168,7 @@ def _torch_left_as_found() -> Iterator[None]:
         torch.set_flush_denormal(flushed)
 
 
-def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, asked: bool) -> RunResult:
+def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
     world = surrounding()
     if world is not None and world.size > 1:
@@ -73,31 +179,34 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, *, ask
             from shoal.replicas.run import train_in_world
 
             device = kind_of_device(config, world.local_size or world.size)
-            return train_in_world(config, resumed, listener, device, world)
+            return train_in_world(config, resumed, listener, device, world, own)
         with joined(world, kind_of_device(config, world.local_size or world.size), config.timeout):
-            return train_on_rank(config, resumed, listener, world.local_size)
+            return train_on_rank(config, resumed, listener, world.local_size, own)
     if config.exchange_settings() is not None:
         from shoal.replicas.run import train_here  # a run without an exchange need not wait for it to load
 
-        return train_here(config, resumed, listener, kind_of_device(config, config.workers))
+        return train_here(config, resumed, listener, kind_of_device(config, config.workers), own)
     if config.workers == 1:
-        return train_on_rank(config, resumed, listener)
-    _check(config, resumed)
+        return train_on_rank(config, resumed, listener, own=own)
+    _check(config, resumed, own)
     results = run(
         train_on_rank,
         config,
         resumed,
         listener,
+        None,
+        own,
         workers=config.workers,
         threads=threads_each(config.threads, config.workers),
         timeout=config.timeout,
         device=kind_of_device(config, config.workers),
+        on_stage=listener.starting,
     )
     return results[0]
 
 
-def _check(config: TrainConfig, resumed: Path | None) -> None:
+def _check(config: TrainConfig, resumed: Path | None, own: OwnObjects) -> None:
     """Find what is wrong with the user's input before any rank is started; ranks find the rest."""
     if resumed is None:
         RunFolder.free(config)
-    load_whole(config.model_copy(update={"device": "cpu"}))
+    load_whole(config.model_copy(update={"device": "cpu"}), own)

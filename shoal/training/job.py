@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal import data, planning, zoo
+from shoal import data, planning
 from shoal.config import TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
+from shoal.launching import tell_stage
 from shoal.machine import threads_each
 from shoal.training.average import WeightAverage
 from shoal.training.network import Criterion, Network, on_one_device
+from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -42,6 +44,9 @@ class Job:
     average: WeightAverage | None = None
     scaler: torch.amp.GradScaler | None = None
     """Keeps small gradients from vanishing in float16."""
+    own: OwnObjects = NO_OBJECTS
+    rates: tuple[float, ...] = ()
+    """Of the optimizer's groups, as they began."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -66,11 +71,12 @@ class Job:
 def prepare(
     config: TrainConfig,
     transport: Transport,
+    own: OwnObjects = NO_OBJECTS,
     *,
     ranks_here: int | None = None,
     planning_progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Job:
-    """Build what `config` asks for, on all ranks of `transport`. All `InputError`s are raised here, on all ranks.
+    """Build what `config` asks for, and `own` has, on all ranks of `transport`, which raise all `InputError`s here.
 
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
     this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
@@ -79,44 +85,66 @@ def prepare(
     torch.set_num_threads(threads)
     # Values near zero in a trained network can slow a CPU step several times; to zero they carry nothing.
     torch.set_flush_denormal(True)
-    splits, loader, model = agree(transport, lambda: load_whole(config))
+
+    def loaded() -> tuple[Splits, Loader, nn.Module]:
+        whole = load_whole(config, own)
+        tell_stage("have loaded data and network")
+        return whole
+
+    splits, loader, model = agree(transport, loaded)
+    _check_weights(transport, own)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
-    criterion = _criterion(config)
+    criterion = _criterion(config, own, device)
     network = on_one_device(model, config.plan, criterion)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
         network = lay_over_ranks(
-            model, config, transport, shapes, criterion, lambda: _build(config, splits), planning_progress
+            model, config, transport, shapes, criterion, lambda: own.build(config, splits), planning_progress
         )
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
-    return equipped(config, splits, network, loader, device)
+    return equipped(config, splits, network, loader, device, own)
 
 
-def _criterion(config: TrainConfig) -> Criterion:
+def _criterion(config: TrainConfig, own: OwnObjects, device: torch.device) -> Criterion:
     """What training makes smaller."""
+    if own.loss is not None:
+        return own.loss_on(device)
     smoothing = config.label_smoothing
     return partial(F.cross_entropy, label_smoothing=smoothing) if smoothing else F.cross_entropy
 
 
-def equipped(config: TrainConfig, splits: Splits, network: Network, loader: Loader, device: torch.device) -> Job:
+def equipped(
+    config: TrainConfig,
+    splits: Splits,
+    network: Network,
+    loader: Loader,
+    device: torch.device,
+    own: OwnObjects = NO_OBJECTS,
+) -> Job:
     """A network and its batches, with what makes steps of gradients."""
-    optimizer = make_optimizer(config, network.module.parameters())
+    optimizer = make_optimizer(config, network.module.parameters(), own)
     if config.clip is not None:
         # With the optimizer's own step, whoever asks for it: an exchange averages gradients before.
         longest = config.clip
         optimizer.register_step_pre_hook(lambda *_: network.clip_gradients(longest))
     average = None if config.ema is None else WeightAverage(dict(network.module.named_parameters()), config.ema)
     scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
-    return Job(config, splits, network, optimizer, loader, device, average, scaler)
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    config = own.settled(config, optimizer)
+    return Job(config, splits, network, optimizer, loader, device, average, scaler, own, rates)
 
 
-def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, of these parameters."""
+def make_optimizer(
+    config: TrainConfig, parameters: Iterable[nn.Parameter], own: OwnObjects = NO_OBJECTS
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters that `config` names, unless there is one of the user's own."""
+    if own.optimizer is not None:
+        return own.optimizer_of(parameters)
     options = config.optimizer_settings()
     kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, options.torch_name)
     keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **options.model_dump()}
@@ -127,11 +155,21 @@ def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
     return kind(parameters, **keywords)
 
 
-def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
+def _check_weights(transport: Transport, own: OwnObjects) -> None:
+    """Refuse a module that is not the same on all ranks, as where torchrun started a script that seeds nothing."""
+    given = isinstance(own.model, nn.Module) and transport.world > 1
+    if given and len(set(transport.gather_objects(own.digest()))) > 1:
+        raise other_weights()
+
+
+def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
     device = _choose_device(config.device)
     planning.check(config.plan, config.workers)
-    splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
+    if own.data is not None:
+        splits = own.splits(config)
+    else:
+        splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
     order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
     loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
     if order.steps_per_epoch < config.accumulate:
@@ -141,18 +179,9 @@ def load_whole(config: TrainConfig) -> tuple[Splits, Loader, nn.Module]:
             "Give a smaller --accumulate or --batch.",
         )
     torch.manual_seed(config.seed)
-    model = _build(config, splits).to(device)
-    _check_fit(model, config.model, splits, loader)
+    model = own.build(config, splits).to(device)
+    _check_fit(model, config.model.removeprefix(PREFIX), splits, loader, own)
     return splits, loader, model
-
-
-def _build(config: TrainConfig, splits: Splits) -> nn.Module:
-    return zoo.build(
-        config.model,
-        input=splits.train.shape,
-        classes=splits.train.classes,
-        options=config.model_options,
-    )
 
 
 def _train_shape(loader: Loader) -> tuple[int, ...]:
@@ -177,7 +206,7 @@ def _choose_device(wanted: str) -> torch.device:
     return device
 
 
-def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> None:
+def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader, own: OwnObjects) -> None:
     """Refuse a network that does not turn this data's samples into scores for this data's classes.
 
     Costs a forward pass of one test sample, and of one training sample where augmentation changes its shape.
@@ -185,14 +214,14 @@ def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader) -> N
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"the model {name!r} has no parameter to train.", "Give a factory of a trainable network.")
     x, y = splits.test.batch(data.first_indices(1))
-    _check_sample(model, name, splits, x, y)
+    own.check_loss(_check_sample(model, name, splits, x, y), y.to(next(model.parameters()).device))
     if loader.augment is not None and loader.augment.out_shape(splits.train.shape) != x.shape[1:]:
         x, y = loader.batch(0, 0)
         _check_sample(model, name, splits, x[:1], y[:1])
 
 
-def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Tensor) -> None:
-    """One sample through the network: no dropout, no statistics, no gradients, no random draws."""
+def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Tensor) -> Tensor:
+    """The scores of one sample: no dropout, no statistics, no gradients, no random draws."""
     device = next(model.parameters()).device
     try:
         with torch.inference_mode():
@@ -213,3 +242,4 @@ def _check_sample(model: nn.Module, name: str, splits: Splits, x: Tensor, y: Ten
             f"the model {name!r} returns {got} for one sample of {splits.name!r}, which needs {wanted}.",
             f"Choose a network for a task of kind {splits.test.task!r} with {splits.test.classes} classes.",
         )
+    return scores

@@ -25,6 +25,7 @@ from shoal.execution import (
 from shoal.execution.laying import Captured, capture_on_all, lay
 from shoal.execution.whole import holders, parts_of, put_together, tell_holders
 from shoal.finding import choose_plan
+from shoal.launching import tell_stage
 from shoal.lowering.boundary import IO, even_shares
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
@@ -88,7 +89,10 @@ class LaidNetwork(Network):
         clip_grad_norm_(self.module, longest)
 
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
-        return loss.detach().double() * (y.numel() / prod(self._shapes.labels(self._shapes.train)))
+        share = self.module.loss_share  # by weights of classes, where the loss has such
+        if share is None:
+            share = y.numel() / prod(self._shapes.labels(self._shapes.train))
+        return loss.detach().double() * share
 
     def agreed(self, wish: bool) -> bool:
         # The wish travels with the numbers that ranks tell each other at the start of every forward pass.
@@ -201,7 +205,9 @@ def lay_over_ranks(
 
     Where the first layer is cut in space each rank passes its own window of the samples, else its own samples.
     """
-    captured = capture_on_all(transport, model, shapes.train, criterion)
+    captured = capture_on_all(
+        transport, model, shapes.train, criterion, on_captured=lambda: tell_stage("have read the network")
+    )
     plan: str | Plan = config.plan
     if plan == AUTO:
         plan = choose_plan(

@@ -25,6 +25,10 @@ class About:
     batch: int
     workers: int
     plan: str
+    plan_in_words: str | None
+    """How the layers are cut, where that is known from the beginning and there is something to cut."""
+    searched: bool
+    """Whether the plan was asked for as auto, and so was found and not given."""
     replicas: int
     exchange: str
     device: str
@@ -41,6 +45,9 @@ class About:
 
 class Listener:
     """Hears what a run does; override what you want to hear. Called often: be quick."""
+
+    def starting(self, done: str, by: int, of: int) -> None:
+        """In the process that starts the workers: what `by` of them have done on their way to the first step."""
 
     def planning(self, done: int, of: int, what: str) -> None:
         """With the plan `auto`: how far profiling, search and race are, and what comes next."""

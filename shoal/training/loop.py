@@ -106,7 +106,7 @@ class Run:
             job.splits,
             parameters=job.network.parameters,
             steps_per_epoch=job.steps_per_epoch,
-            plan=job.network.plan.name,
+            plan=job.network.plan,
             device=str(job.device),
             done=self.progress.steps,
         )
@@ -208,6 +208,7 @@ class Run:
                 job.splits.test,
                 batch=job.config.batch,
                 device=job.device,
+                criterion=job.own.loss_on(job.device),
                 stop=lambda: job.network.agreed(bool(stop)),
             )
         return tested or self._interrupt(metrics)
@@ -237,7 +238,7 @@ class Run:
         raise StoppedError(
             f"stopped in epoch {position.epoch + 1} of {config.epochs}, after step {position.step} of "
             f"{self.job.steps_per_epoch}. All files are whole.",
-            f"Go on with: shoal train --resume {self.folder.path}",
+            f"Go on with: {self.folder.how_to_go_on}",
         )
 
     def _save(self, metrics: MetricsFile) -> None:

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from shoal.config import TrainConfig
 from shoal.data import Splits
 from shoal.inference import Inference
+from shoal.plan import Plan
+from shoal.planning.strategies import AUTO
 from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
 from shoal.training.evaluate import Evaluation
 from shoal.training.listener import About
+from shoal.training.own_objects import PREFIX
 
 
 def describe(
@@ -16,13 +19,15 @@ def describe(
     *,
     parameters: int,
     steps_per_epoch: int,
-    plan: str,
+    plan: str | Plan,
     device: str,
     done: int = 0,
     exchange: str = "none",
     survives: bool = False,
 ) -> About:
-    """What a run is about to do. `config` is that of the whole run, `done` the steps of its earlier parts."""
+    """What a run is about to do. `config` is that of the whole run, `done` the steps of its earlier parts; `plan`
+    says how each layer is cut, or is a name alone where that is not known yet.
+    """
     return About(
         model=config.model,
         parameters=parameters,
@@ -35,7 +40,9 @@ def describe(
         steps_per_epoch=steps_per_epoch,
         batch=config.batch,
         workers=config.workers,
-        plan=plan,
+        plan=plan if isinstance(plan, str) else plan.name,
+        plan_in_words=plan.in_words() if isinstance(plan, Plan) and plan.ranks > 1 else None,
+        searched=config.plan == AUTO and config.workers > 1,
         replicas=config.replicas,
         exchange=exchange,
         device=device,
@@ -51,7 +58,7 @@ def inference_of(config: TrainConfig, splits: Splits) -> Inference:
     """What the network of a run needs beside its weights. `config` is that of the ranks that test."""
     return Inference(
         task=splits.train.task,
-        model=config.model,
+        model=None if config.model.startswith(PREFIX) else config.model,
         model_options=config.model_options,
         input=splits.train.shape,
         classes=splits.train.class_names,
@@ -86,6 +93,7 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         model=about.model,
         data=about.data,
         plan=about.plan,
+        plan_in_words=about.plan_in_words,
         exchange=about.exchange,
         workers=about.workers,
         replicas=about.replicas,

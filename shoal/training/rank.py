@@ -15,20 +15,25 @@ from shoal.training.job import Job, prepare
 from shoal.training.listener import Listener
 from shoal.training.loop import Run
 from shoal.training.outcome import inference_of
+from shoal.training.own_objects import NO_OBJECTS, OwnObjects, write_objects
 from shoal.training.run_folder import RunFolder
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
 
 def train_on_rank(
-    config: TrainConfig, resumed: Path | None, listener: Listener, ranks_here: int | None = None
+    config: TrainConfig,
+    resumed: Path | None,
+    listener: Listener,
+    ranks_here: int | None = None,
+    own: OwnObjects = NO_OBJECTS,
 ) -> RunResult:
     """The whole run, as one rank of the present process group, or alone without one."""
     transport = Transport()
     if transport.world > 1:
         config = config.model_copy(update={"device": _device_of_rank(config, ranks_here or transport.world)})
     heard = listener if transport.rank == 0 else Listener()
-    job = prepare(config, transport, ranks_here=ranks_here, planning_progress=heard.planning)
+    job = prepare(config, transport, own, ranks_here=ranks_here, planning_progress=heard.planning)
     with ExitStack() as stack:
         folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
         if transport.rank == 0:
@@ -36,6 +41,7 @@ def train_on_rank(
                 write_text_atomically(folder.config, job.config.to_yaml())
             with folder.writing(folder.inference):
                 write_text_atomically(folder.inference, inference_of(job.config, job.splits).to_json())
+            write_objects(folder, own)
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)
         return Run(job, folder, progress, heard).complete()

@@ -39,6 +39,18 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def objects(self) -> Path:
+        """Of a run from Python with a network, data, loss or optimizer of one's own: what these are called."""
+        return self.path / "objects.json"
+
+    @property
+    def how_to_go_on(self) -> str:
+        """What to type to go on with the run."""
+        if self.objects.exists():
+            return f"shoal.resume({str(self.path)!r}, ...) with the same objects"
+        return f"shoal train --resume {self.path}"
+
+    @property
     def plan(self) -> Path:
         """How the layers were cut."""
         return self.path / "plan.json"
@@ -99,7 +111,7 @@ class RunFolder:
         if self.checkpoint.exists() or self.result.exists():
             raise OutputError(
                 f"--out {str(self.path)!r} already holds a run.",
-                f"Give another --out, or go on with that run: shoal train --resume {self.path}",
+                f"Give another --out, or go on with that run: {self.how_to_go_on}",
             )
 
     @classmethod
@@ -148,7 +160,7 @@ class RunFolder:
 
     def _not_written(self, path: Path, error: OSError) -> RunError:
         go_on = (
-            f"then go on with: shoal train --resume {self.path}"
+            f"then go on with: {self.how_to_go_on}"
             if self.checkpoint.exists()
             else "then start the run again: there is no checkpoint yet."
         )

@@ -37,8 +37,7 @@ def backward(job: Job, batches: Sequence[Batch]) -> Tensor:
 
 def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
     """One step of the optimizer; returns what this rank's loss adds to the mean of the batches, on the device."""
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(job, rate)
     loss = backward(job, batches)
     if job.scaler is None:
         job.optimizer.step()
@@ -49,3 +48,10 @@ def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
     if job.average is not None:
         job.average.update()
     return loss
+
+
+def set_rate(job: Job, rate: float) -> None:
+    """Let the optimizer step at this rate: its first group, and others in proportion to the rates they began with."""
+    groups = job.optimizer.param_groups
+    for group, beginning in zip(groups, job.rates, strict=True):
+        group["lr"] = rate if beginning == job.rates[0] else rate * beginning / job.rates[0]

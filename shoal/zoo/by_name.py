@@ -66,6 +66,11 @@ def build(
     offered = {name: value for name, value in (("input", input), ("classes", classes)) if value is not None}
     if spec in _ZOO:
         return _call(spec, zoo_factory(spec), offered, options)
+    if spec.startswith("python:"):
+        raise ModelError(
+            f"the model {spec.removeprefix('python:')} was given as an object from Python, which has no name here.",
+            "Use it from Python, where that object is, or name a factory: package.module:factory.",
+        )
     module_name, attribute = _split(spec)
     importlib.import_module("torch")  # before the working directory can come in its way
     if module_name in packages.PACKAGES:
@@ -75,6 +80,19 @@ def build(
         folder, module_name = _file(spec, Path(module_name))
     with _importable(folder):
         return _call(spec, _find(spec, module_name, attribute), offered, options)
+
+
+def make(
+    name: str,
+    factory: Callable[..., object],
+    *,
+    input: tuple[int, ...] | None = None,
+    classes: int | None = None,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> "nn.Module":
+    """What a factory at hand makes, given as `build` gives it; `name` is for messages."""
+    offered = {key: value for key, value in (("input", input), ("classes", classes)) if value is not None}
+    return _call(name, factory, offered, options)
 
 
 def _call(

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from shoal import errors
 from shoal.errors import DivergedError, StoppedError
+from shoal.launching import tell_stage
 
 
 def add_up(start: int) -> tuple[int, int, int, str]:
@@ -23,6 +25,13 @@ def add_up(start: int) -> tuple[int, int, int, str]:
     total = torch.tensor([start + dist.get_rank()])
     dist.all_reduce(total)
     return dist.get_rank(), int(total), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def load_slowly() -> None:
+    """Tell of it, rank 1 after the launcher has heard of rank 0."""
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    tell_stage("have loaded")
 
 
 def where() -> Path:
@@ -121,7 +130,7 @@ def sleep_forever(folder: str) -> None:
 
 
 def give_what_cannot_be_sent() -> object:
-    return lambda: None
+    return threading.Lock()
 
 
 def home_of_shoal() -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal import machine
 from shoal.launching import forked, run
 from tests.launching import jobs
 from tests.launching.test_run import parent
@@ -70,7 +71,7 @@ def test_such_variables_are_known(name: str) -> None:
 
 
 def test_on_a_host_with_gpus_processes_are_spawned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(forked, "GPU_FILES", (tmp_path,))
+    monkeypatch.setattr(machine, "GPU_FILES", (tmp_path,))
     (seen,) = run(jobs.surroundings, "HOME", workers=1)
     assert not seen.forked
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,13 @@ def fired(folder: str) -> bool:
 
 def test_each_rank_returns_its_result() -> None:
     assert run(jobs.add_up, 10, workers=2, threads=1, timeout=60) == [(0, 21, 1, "1"), (1, 21, 1, "1")]
+
+
+def test_how_far_ranks_are_is_told_on_their_way() -> None:
+    told: list[tuple[str, int, int]] = []
+    run(jobs.load_slowly, workers=2, on_stage=lambda *stage: told.append(stage))
+    assert [stage for stage in told if stage[0] == "have loaded"] == [("have loaded", 1, 2), ("have loaded", 2, 2)]
+    assert told[0][0] == "have begun"
 
 
 def test_ranks_work_where_their_parent_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +110,7 @@ def test_what_cannot_be_sent_back_is_an_error_of_its_rank() -> None:
 
 def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be sent"):
-        run(lambda: None, workers=2)
+        run(print, threading.Lock(), workers=2)
 
 
 def parent(function: str, folder: str) -> subprocess.Popen[str]:

@@ -20,6 +20,8 @@ def about_a_run(config: TrainConfig, options: ExchangeOptions, steps_per_epoch: 
         batch=config.batch,
         workers=config.workers,
         plan=config.plan,
+        plan_in_words=None,
+        searched=False,
         replicas=config.replicas,
         exchange=options.name,
         device="cpu",
