@@ -203,6 +203,8 @@ class TrainConfig(Settings):
     """Folder for the results; a new one under runs/ unless given."""
     eval_every: int = Field(default=1, gt=0)
     """Epochs from one test to the next; the last epoch is always tested."""
+    patience: int | None = Field(default=None, gt=0)
+    """Stop at the end of an epoch when so many tests in a row were not better than the best one before."""
     eval_steps: int | None = Field(default=None, gt=0)
     """Test after every so many steps too, between the tests of `eval_every`."""
     checkpoint_every: int = Field(default=1, gt=0)

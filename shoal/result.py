@@ -61,6 +61,30 @@ class ExchangeReport(BaseModel):
     """Who joined, was lost, froze, came back, and when (seconds from the start)."""
 
 
+class ClassScore(BaseModel):
+    """How a test went for one class."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    samples: int
+    """Samples, or pixels, that have this class."""
+    accuracy: float | None
+    """Share of them whose class was found; None where there are none."""
+
+
+class BestTest(BaseModel):
+    """The best test of a run, whose weights are in `best.safetensors`."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    epoch: int
+    """In which it was, from 1."""
+    step: int
+    test_loss: float
+    test_accuracy: float
+    test_iou: float | None
+
+
 class RunResult(BaseModel):
     """`OUT/result.json`. A field that does not apply to a run is null; none is ever estimated."""
 
@@ -77,6 +101,9 @@ class RunResult(BaseModel):
     replicas: int
     seed: int
     epochs: int
+    """Trained, fewer than were asked for where the run stopped early."""
+    stopped_early: bool = False
+    """Whether it did, because of `--patience`."""
     steps: int
     """Optimizer steps."""
     samples: int
@@ -88,6 +115,12 @@ class RunResult(BaseModel):
     """Share of test samples (of test pixels, for segmentation) whose class is right."""
     test_iou: float | None
     """Segmentation: intersection over union of all classes but the background (class 0)."""
+    best: BestTest | None = None
+    """The best test by accuracy, or by intersection over union in segmentation; of equals the first."""
+    per_class: dict[str, ClassScore] = Field(default_factory=dict)
+    """Of the last test, by the names of the classes."""
+    confusion: list[list[int]] | None = None
+    """Of the last test: how often a class (row) was taken for another (column). Null with more than 100 classes."""
     step_seconds_median: float
     samples_per_second: float
     """Training samples per second of training time, data loading included, tests excluded."""

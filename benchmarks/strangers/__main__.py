@@ -70,6 +70,13 @@ class Run:
             found += [(host, port) for port in ports_of(tree(process.pid), host.prefix)]
         return found
 
+    def settled_ports(self) -> list[tuple[Host, Port]]:
+        """The same, once none has come or gone for two seconds: the last replica may just have begun."""
+        ports: list[tuple[Host, Port]] = []
+        while ports != (ports := self.ports()):
+            time.sleep(2.0)
+        return ports
+
     def over(self) -> bool:
         """Whether a process of it ended."""
         return any(process.poll() is not None for process in self.processes)
@@ -139,7 +146,7 @@ def attacked(run: Run, ports: Sequence[Port], attacker: Host, crowd: int, second
 def row(exchange: str, what: str, run: Run, attacker: Host, args: argparse.Namespace) -> bool:
     """One line of the table; whether all is well."""
     token = json.loads((run.folder / "meeting.json").read_text())["token"]
-    every = run.ports()
+    every = run.settled_ports()
     wide = [port for _, port in every if not port.loopback]
     on_hosts = [port for host, port in every if host.prefix != attacker.prefix and not port.loopback]
     # From its own host a stranger reaches everything, from another what is bound there, and what it guesses.

@@ -1,6 +1,8 @@
 """The command `shoal`: finds the subcommand, turns errors into one message and an exit code."""
 
+import shutil
 import sys
+import textwrap
 import time
 from importlib import import_module
 from typing import NoReturn
@@ -69,7 +71,7 @@ def main() -> NoReturn:
     except BaseException as error:
         _end_as_rank(error)
         text, code = _told(error)
-        click.echo(text, err=not isinstance(error, click.exceptions.NoArgsIsHelpError))
+        _print(text, err=not isinstance(error, click.exceptions.NoArgsIsHelpError))
         sys.exit(code)
     sys.exit(0)
 
@@ -129,5 +131,27 @@ def _end_as_rank(error: BaseException) -> None:
         where = "".join(f", {note}" for note in failure.notes)
         text = f"shoal: rank {world.rank} lost another rank{where}: {failure.what}."
     if text:
-        click.echo(text, err=True)
+        _print(text)
     launching.leave(code)
+
+
+def _print(text: str, *, err: bool = True) -> None:
+    on_screen = err and sys.stderr.isatty()
+    click.echo(between_words(text, shutil.get_terminal_size().columns) if on_screen else text, err=err)
+
+
+def between_words(text: str, columns: int) -> str:
+    """A message broken between words for a screen; a traceback below it stays as it is.
+
+    >>> print(between_words("Known: lenet5, vgg16.\\nGive one.\\n\\nTraceback: as long as it is", 15))
+    Known: lenet5,
+    vgg16.
+    Give one.
+    <BLANKLINE>
+    Traceback: as long as it is
+    """
+    message, blank, rest = text.partition("\n\n")
+    lines = (
+        textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False) for line in message.split("\n")
+    )
+    return "\n".join(part for line in lines for part in line) + blank + rest

@@ -141,6 +141,9 @@ class _Lines(Listener):
         table.add_row("test accuracy", f"[bold]{result.test_accuracy:.4f}[/bold]")
         if result.test_iou is not None:
             table.add_row("foreground IoU", f"[bold]{result.test_iou:.4f}[/bold]")
+        if result.best is not None and result.best.step < result.steps:
+            score = result.best.test_accuracy if result.best.test_iou is None else result.best.test_iou
+            table.add_row("  best", f"{score:.4f} in epoch {result.best.epoch}, see best.safetensors")
         table.add_row("speed", f"{result.samples_per_second:,.0f} images/s")
         table.add_row("step", f"{show_seconds(result.step_seconds_median)} (median)")
         table.add_row("time", show_seconds(result.wall_seconds))

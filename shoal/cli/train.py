@@ -69,10 +69,7 @@ def crowded(config: TrainConfig) -> str:
     """What to expect where more workers than cores are asked for on a host without GPUs; nothing otherwise."""
     if config.workers <= cores() or config.device.startswith("cuda") or (config.device == "auto" and has_gpu_driver()):
         return ""
-    return (
-        f"note: {config.workers} workers share {cores()} cores and take turns: starting them takes a while, "
-        "and a step takes no less time than with fewer."
-    )
+    return f"note: {config.workers} workers share {cores()} cores and take turns: starting takes a while."
 
 
 def _from_recipe(recipe: Path | None) -> dict[str, Any]:

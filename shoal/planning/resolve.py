@@ -81,12 +81,19 @@ def _fitted(name: str, wanted: Cut, graph: LayerGraph) -> Cut:
 
 
 def _check_lines(plan: Plan, known: Sequence[str]) -> None:
+    """Every line must speak of some layer; of the loss's layers also where the network is laid without its loss."""
+    no_loss = not any(map(_of_loss, known))
     for pattern, _ in plan.layers:
-        if not any(_names(pattern, name) for name in known):
+        if not any(_names(pattern, name) for name in known) and not (no_loss and _of_loss(pattern)):
             raise PlanError(
                 f"plan {plan.name!r} names {pattern!r}, which matches no layer.",
                 suggestion(pattern, dict.fromkeys(known)),
             )
+
+
+def _of_loss(layer: str) -> bool:
+    """Whether a layer of this name belongs to the loss, as in training, `shoal plan` and `parallelize(loss=...)`."""
+    return layer.partition(".")[0] == "loss"
 
 
 def _names(pattern: str, layer: str) -> bool:

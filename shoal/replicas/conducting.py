@@ -30,6 +30,7 @@ from shoal.replicas.effects import (
     Stepped,
     Suspect,
     Told,
+    WriteBest,
     WriteCheckpoint,
     WriteOwn,
 )
@@ -171,7 +172,7 @@ class Conducting:
             if isinstance(effect, WriteOwn):
                 with self._changed:
                     self._conductor.own_written(effect.replica, effect.moment)
-        if any(isinstance(effect, WriteCheckpoint) for effect in effects):
+        if any(isinstance(effect, WriteCheckpoint | WriteBest) for effect in effects):
             with self._changed:
                 self._carry_out(self._conductor.written())
 

@@ -26,6 +26,7 @@ from shoal.replicas.effects import (
     Stepped,
     Suspect,
     Told,
+    WriteBest,
     WriteCheckpoint,
     WriteOwn,
     WritePlan,
@@ -105,6 +106,9 @@ class Conductor:
         self._stop_at: int | None = None
         """Set when the run is asked to stop; with shares of one batch, the batch that all replicas reach before."""
         self._stopped = self._finished = False
+        self._best = self._past.best
+        self._ends_early = False
+        """Whether the run stops in good order with a result, because its tests get no better."""
         self._can_resume = past is not None
         self._effects: list[Effect] = []
         self.error: ShoalError | None = None
@@ -187,8 +191,8 @@ class Conductor:
             raise self._nonsense(replica, f"reports a batch beyond the {self._total} of this run")
         test = self._tests.of(replica, question) if isinstance(question, HasTested) else None
         if isinstance(question, HasTested) and test is not None:
-            order = test.order
-            if parts != order.save + order.last or (question.evaluation is None) == order.evaluate:
+            order, tested = test.order, question.evaluation
+            if parts != order.save + order.wants_weights(tested) or (tested is None) == order.evaluate:
                 raise self._nonsense(replica, "did not send what it was told to test and save")
         if isinstance(question, HandedIn) and (parts != 1 or not self._options.hands_in):
             raise self._nonsense(replica, "did not send its own state alone")
@@ -246,7 +250,7 @@ class Conductor:
 
     def _begin_test(self, replica: int, order: MakeTest) -> Order:
         """Where a step waits for certain replicas, it waits for the one that tests."""
-        return self._tests.begin(replica, order)
+        return self._tests.begin(replica, replace(order, to_beat=self._best.score) if order.evaluate else order)
 
     def _order_batches(self, replica: int, now: float, wants: int = 1) -> Order:
         batches: list[Batch] = []
@@ -291,9 +295,12 @@ class Conductor:
         if not self.counted:
             self._stopped = True  # there is nothing to save
             return Stop()
-        if self._wants_own(replica, STOPPING):
+        if self._ends_early and any(map(self._budget.holds, self._watch.active)):
+            return wait  # the result is of all that was done
+        order = MakeTest(self.counted, evaluate=True, save=True, last=True) if self._ends_early else STOPPING
+        if self._wants_own(replica, order):
             return self._ask_for_own()
-        return self._begin_test(replica, STOPPING) if self._may_test(replica, STOPPING) else wait
+        return self._begin_test(replica, order) if self._may_test(replica, order) else wait
 
     def _wants_own(self, replica: int, order: MakeTest) -> bool:
         """Whether a replica has something of its own to hand in, for the checkpoint that is due."""
@@ -381,29 +388,41 @@ class Conductor:
             epoch = math.ceil(order.after / self._about.steps_per_epoch)
             line = self._journal.test_line(replica, evaluation, epoch, settled.counted, now)
             self._effects += [Log(line), Mark(replica)]
+            self._best = self._best.after(evaluation, epoch=epoch, step=settled.counted)
+            if self._best.since == 0:
+                self._effects.append(WriteBest())
         test.handed_in = True
         if not order.save:
-            self._close_test()
+            if evaluation is None or self._best.since:
+                self._close_test()
             return
         own = {} if self._own is None else dict.fromkeys(sorted(self._own.handed_in), self._own.moment)
-        self._effects.append(WriteCheckpoint(replica, replace(settled, tested=self._tests.tested_by(test)), own))
+        how_far = replace(settled, tested=self._tests.tested_by(test), best=self._best)
+        self._effects.append(WriteCheckpoint(replica, how_far, own))
         if order.last:
             assert evaluation is not None
             measured = self._journal.measured(self.counted, self._budget.repeated, self._whereabouts.weights, now)
+            epochs = math.ceil(self.counted / self._about.steps_per_epoch)
+            measured = replace(measured, epochs=epochs, best=self._best.test, stopped_early=self._ends_early)
             self._effects.append(WriteResult(evaluation, measured))
 
     def written(self) -> list[Effect]:
         """The files of the present test are on the disk."""
-        self._can_resume = True
-        self._close_test()
+        self._can_resume = self._close_test().save or self._can_resume
         return self._take_effects()
 
-    def _close_test(self) -> None:
+    def _close_test(self) -> MakeTest:
         order = self._tests.close()
         if order.save:
             self._own = None
         self._stopped = self._stopped or order == STOPPING
         self._finished = self._finished or order.last
+        ends_epoch = order.evaluate and order.after % self._about.steps_per_epoch == 0
+        if ends_epoch and not self.over and self._stop_at is None and self._best.stops(self._config.patience):
+            self._ends_early = True
+            self._effects += self.warn(self._best.told())
+            self._ask_to_stop()
+        return order
 
     # What happens to the run, its replicas and servers
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.data import Position
+from shoal.training.best import Best
 from shoal.training.evaluate import Evaluation
 from shoal.training.outcome import Measured
 
@@ -26,6 +27,7 @@ class HowFar:
     scores: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What `Scores.saved` gave."""
     events: tuple[Mapping[str, Any], ...] = ()
+    best: Best = field(default_factory=Best)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class WriteCheckpoint:
 
 
 @dataclass(frozen=True)
+class WriteBest:
+    """The test was the best so far: write the weights that the replica sent."""
+
+
+@dataclass(frozen=True)
 class WriteResult:
     """The run is done: write the weights that the replica sent, and what the run did."""
 
@@ -112,6 +119,6 @@ class WriteResult:
     measured: Measured
 
 
-ForFiles = WritePlan | WriteOwn | WriteCheckpoint | WriteResult
+ForFiles = WritePlan | WriteOwn | WriteBest | WriteCheckpoint | WriteResult
 """Effects that may take long: they are carried out while others ask."""
 Effect = Log | Mark | Stepped | Told | Rest | Suspect | EndServers | ForFiles

@@ -54,7 +54,9 @@ class Journal:
         self._epoch_losses: list[float] = []
         self._stopped_learning: str | None = None
         self._last_loss = past.last_loss
-        self._logged, self._logged_at = past.counted, now
+        self._logged = past.counted
+        self._moments = ((past.counted, now), (past.counted, now))
+        """Batches and time of the last line of an earlier moment, and of the last line."""
         self._events = list(past.events)
 
     @property
@@ -81,7 +83,8 @@ class Journal:
         """The clock runs from the first step, as it does without replicas."""
         if not self.started:
             self.started = True
-            self._logged_at, self._begun = now, now - self._past.wall_seconds
+            self._moments = ((self._logged, now), (self._logged, now))
+            self._begun = now - self._past.wall_seconds
 
     def seconds(self, now: float) -> float:
         """Since the first step, over all parts of the run."""
@@ -123,15 +126,18 @@ class Journal:
         scores, staleness = self.scores, self._staleness()
         updates = {number: score.tally.updates for number, score in scores}
         waits = {number: round(score.tally.wait_seconds, 3) for number, score in scores}
-        seconds, steps = now - self._logged_at, counted - self._logged
+        earlier, last = self._moments
+        self._moments = (last if now > last[1] else earlier, (counted, now))
+        # A replica reports several steps at a time: lines of one moment have the speed since an earlier one.
+        (counted_then, then), _ = self._moments
         line = {
             **line_of_steps(
                 epoch=min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
                 step=counted,
                 loss=statistics.fmean(self._losses) if self._losses else None,
                 lr=self.rate(min(counted, self.total - 1)),
-                steps=steps,
-                seconds=seconds,
+                steps=counted - counted_then,
+                seconds=now - then,
                 batch=self._samples_per_batch,
             ),
             "replicas": len(active),
@@ -145,7 +151,7 @@ class Journal:
             "received_bytes": scores.total("received_bytes"),
             "spread": scores.spread(),
         }
-        self._losses, self._logged, self._logged_at = [], counted, now
+        self._losses, self._logged = [], counted
         return line
 
     def test_line(self, replica: int, tested: Evaluation, epoch: int, step: int, now: float) -> dict[str, Any]:
@@ -186,6 +192,7 @@ class Journal:
             4 * self._about.parameters, self._config.replicas, in_memory=held == "direct"
         )
         return Measured(
+            epochs=self._config.epochs,
             steps=counted,
             samples=counted * per_batch,
             final_loss=self._last_loss,

@@ -108,6 +108,9 @@ class HasTested:
                 raise _wrong(self, "evaluation")
             for name in ("loss", "accuracy") + (("iou",) if self.evaluation.iou is not None else ()):
                 _number(self.evaluation, name, finite=False)
+            for counts in (self.evaluation.samples, self.evaluation.right, *(self.evaluation.confusion or ())):
+                if not (type(counts) is tuple and all(type(count) is int and count >= 0 for count in counts)):
+                    raise _wrong(self, "evaluation")
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,16 @@ class MakeTest:
     save: bool
     last: bool
     """Whether the run ends with it."""
+    to_beat: float | None = None
+    """The score of the best test so far: weights with a better one are sent too."""
+
+    def wants_weights(self, tested: Evaluation | None) -> bool:
+        """Whether the weights alone are sent beside what else is to be saved: they are the last ones, or the best."""
+        return self.last or (tested is not None and tested.better_than(self.to_beat))
 
     def __post_init__(self) -> None:
+        if self.to_beat is not None:
+            _number(self, "to_beat")
         _whole(self, "after")
         for name in ("evaluate", "save", "last"):
             _flag(self, name)
@@ -318,6 +329,9 @@ READERS: Mapping[str, Callable[[object], Any]] = {
     "steps": lambda values: tuple(_read(Step, step) for step in _read_list(values)),
     "peaks": lambda values: tuple(_read_list(values)),
     "tally": _read_tally,
+    "samples": lambda values: tuple(_read_list(values)),
+    "right": lambda values: tuple(_read_list(values)),
+    "confusion": lambda values: None if values is None else tuple(tuple(_read_list(row)) for row in _read_list(values)),
     "evaluation": lambda values: None if values is None else _read(Evaluation, values),
 }
 """Fields that are more than one number, flag or text."""

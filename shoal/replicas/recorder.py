@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shoal.config import TrainConfig
 from shoal.files import write_atomically, write_text_atomically
-from shoal.replicas.effects import ForFiles, HowFar, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
+from shoal.replicas.effects import ForFiles, HowFar, WriteBest, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
 from shoal.result import RunResult
 from shoal.training import checkpoint
+from shoal.training.best import Best
 from shoal.training.checkpoint import Progress
 from shoal.training.listener import About
 from shoal.training.metrics import MetricsFile
@@ -51,11 +52,13 @@ class Recorder:
                 self._write_text(folder.plan, effect.text)
             case WriteOwn():
                 self._write_bytes(folder.own_state(effect.replica, effect.moment), buffers[0])
+            case WriteBest():
+                self._write_bytes(folder.best, buffers[-1])
             case WriteCheckpoint():
                 with folder.writing(folder.checkpoint):
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
-                self._write_bytes(folder.weights, buffers[1])
+                self._write_bytes(folder.weights, buffers[-1])
                 result = result_of(self._config, self._about, effect.tested, effect.measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
@@ -83,6 +86,7 @@ class Recorder:
             wall_seconds=how_far.wall_seconds,
             metrics_length=length,
             tested=how_far.tested,
+            best=how_far.best,
         )
         checkpoint.write(
             self._folder.checkpoint,
@@ -111,4 +115,5 @@ def read_past(content: Mapping[str, Any]) -> HowFar:
         tested=content["tested"],
         scores=content.get("replicas", {}),
         events=tuple(content.get("events", ())),
+        best=Best.from_dict(content["best"]),
     )

@@ -23,6 +23,7 @@ from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
 from shoal.training import checkpoint
+from shoal.training.best import Best
 from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
@@ -306,7 +307,8 @@ def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
             f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
             "The batches that are done would be others: give the options that decide it (backups) as before.",
         )
-    folder.check_unfinished(content["position"]["epoch"], config.epochs)
+    stopped = Best.from_dict(content["best"]).stops(config.patience)
+    folder.check_unfinished(content["position"]["epoch"], config, stopped=stopped)
     return content
 
 

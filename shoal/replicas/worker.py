@@ -303,7 +303,7 @@ class _Life:
                 if order.evaluate:
                     criterion, batch = job.own.loss_on(job.device), job.config.batch
                     tested = evaluate(job.network, job.splits.test, batch=batch, device=job.device, criterion=criterion)
-                whole = job.network.whole() if order.last else None
+                whole = job.network.whole() if order.wants_weights(tested) else None
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
             states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []
         self._tell(HasTested(order.after, tested), [*states, *weights])

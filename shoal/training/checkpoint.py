@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from shoal.config import TrainConfig
 from shoal.data import Position
 from shoal.errors import CheckpointError
 from shoal.files import write_atomically
+from shoal.training.best import Best
 from shoal.training.job import Job
 
 SCHEMA = "shoal.checkpoint/4"
@@ -19,7 +20,7 @@ SCHEMA = "shoal.checkpoint/4"
 # What may change when a run goes on: nothing that the state so far depends on.
 CHANGEABLE = frozenset(
     {
-        *("epochs", "eval_every", "eval_steps", "checkpoint_every", "log_every", "out"),
+        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "log_every", "out"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange_options", "slow"),
     }
@@ -50,6 +51,7 @@ class Progress:
     sent_steps: int = 0
     tested: int = 0
     """Steps up to which no test is due any more."""
+    best: Best = field(default_factory=Best)
 
     @classmethod
     def start(cls, device: torch.device) -> Self:
@@ -97,6 +99,7 @@ def write(
         "sent_bytes": progress.sent_bytes,
         "sent_steps": progress.sent_steps,
         "tested": progress.tested,
+        "best": progress.best.to_dict(),
         **(more or {}),
     }
     write_atomically(path, lambda draft: _put(content, draft))
@@ -190,6 +193,7 @@ def restore(path: Path, job: Job) -> Progress:
         sent_bytes=content["sent_bytes"] if same else 0,
         sent_steps=content["sent_steps"] if same else 0,
         tested=content["tested"],
+        best=Best.from_dict(content["best"]),
     )
 
 

@@ -41,6 +41,7 @@ class About:
     """Steps of an earlier part of the run."""
     accumulate: int = 1
     """Batches of one step."""
+    class_names: tuple[str, ...] = ()
 
 
 class Listener:

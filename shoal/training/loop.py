@@ -78,6 +78,9 @@ class Run:
                 self._train_epoch(metrics, stop)
                 tested = self._test(metrics, stop) if self._test_is_due() else None
                 self._end_epoch(metrics)
+                if self._stops_early:
+                    self._write(metrics, event="warning", text=progress.best.told())
+                    break
             result = self._result(tested or self._evaluate(metrics, stop))
             self._save_weights(self.folder.weights)
             if self._keeps_files:
@@ -196,9 +199,22 @@ class Run:
     def _test(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         tested = self._evaluate(metrics, stop)
         self.progress.tested = self.progress.steps
+        self._keep_best(tested)
         epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
         self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
         return tested
+
+    def _keep_best(self, tested: Evaluation) -> None:
+        progress = self.progress
+        progress.best = progress.best.after(tested, epoch=progress.position.epoch + 1, step=progress.steps)
+        if progress.best.since == 0:
+            self._save_weights(self.folder.best)
+
+    @property
+    def _stops_early(self) -> bool:
+        """Whether the tests get no better, at the end of an epoch that is not the last."""
+        progress, config = self.progress, self.job.config
+        return progress.best.stops(config.patience) and progress.position.epoch < config.epochs
 
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
         job = self.job
@@ -227,7 +243,7 @@ class Run:
         )
         if told is not None:
             self._write(metrics, event="warning", text=told)
-        last = progress.position.epoch == self.job.config.epochs
+        last = progress.position.epoch == self.job.config.epochs or self._stops_early
         if last or progress.position.epoch % self.job.config.checkpoint_every == 0:
             self._save(metrics)
 
@@ -269,6 +285,9 @@ class Run:
             own = [network.bytes_per_step(config.accumulate), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
         measured = Measured(
+            epochs=progress.position.epoch,
+            best=progress.best.test,
+            stopped_early=self._stops_early,
             steps=progress.steps,
             samples=progress.steps * config.samples_per_step,
             final_loss=progress.last_loss,

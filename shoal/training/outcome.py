@@ -7,7 +7,7 @@ from shoal.data import Splits
 from shoal.inference import Inference
 from shoal.plan import Plan
 from shoal.planning.strategies import AUTO
-from shoal.result import BytesPerStep, ExchangeReport, RunResult, Staleness, versions
+from shoal.result import BestTest, BytesPerStep, ClassScore, ExchangeReport, RunResult, Staleness, versions
 from shoal.training.evaluate import Evaluation
 from shoal.training.listener import About
 from shoal.training.own_objects import PREFIX
@@ -51,6 +51,7 @@ def describe(
         survives=survives,
         done=done,
         accumulate=config.accumulate,
+        class_names=splits.test.class_names,
     )
 
 
@@ -74,6 +75,7 @@ def inference_of(config: TrainConfig, splits: Splits) -> Inference:
 class Measured:
     """What was counted and timed while a run went on, over all its parts unless said otherwise."""
 
+    epochs: int
     steps: int
     samples: int
     final_loss: float
@@ -83,6 +85,8 @@ class Measured:
     peak_memory_bytes: tuple[int, ...]
     """Of this part of the run, per rank."""
     wall_seconds: float
+    best: BestTest | None = None
+    stopped_early: bool = False
     staleness: Staleness | None = None
     exchanged: ExchangeReport | None = None
 
@@ -98,13 +102,20 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         workers=about.workers,
         replicas=about.replicas,
         seed=config.seed,
-        epochs=about.epochs,
+        epochs=measured.epochs,
+        stopped_early=measured.stopped_early,
         steps=measured.steps,
         samples=measured.samples,
         final_loss=measured.final_loss,
         test_loss=tested.loss,
         test_accuracy=tested.accuracy,
         test_iou=tested.iou,
+        best=measured.best,
+        per_class={
+            name: ClassScore(samples=samples, accuracy=right / samples if samples else None)
+            for name, samples, right in zip(about.class_names, tested.samples, tested.right, strict=True)
+        },
+        confusion=None if tested.confusion is None else list(map(list, tested.confusion)),
         step_seconds_median=measured.step_seconds_median,
         samples_per_second=measured.samples_per_second,
         bytes_per_step=measured.bytes_per_step,

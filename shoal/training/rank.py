@@ -77,7 +77,8 @@ def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tupl
 
     def restored() -> Progress:
         progress = checkpoint.restore(folder.checkpoint, job)
-        folder.check_unfinished(progress.position.epoch, job.config.epochs)
+        stopped = progress.best.stops(job.config.patience)
+        folder.check_unfinished(progress.position.epoch, job.config, stopped=stopped)
         return progress
 
     folder = agree(transport, held)

@@ -86,6 +86,11 @@ class RunFolder:
         """The trained parameters and buffers, with the text of `inference.json` as metadata."""
         return self.path / "model.safetensors"
 
+    @property
+    def best(self) -> Path:
+        """The weights of the best test, as `weights` are."""
+        return self.path / "best.safetensors"
+
     @classmethod
     def free(cls, config: TrainConfig) -> Self:
         """The folder that `create` would make, nothing done yet; one that already holds a run is an `OutputError`."""
@@ -142,8 +147,18 @@ class RunFolder:
             )
         return folder
 
-    def check_unfinished(self, done: int, epochs: int) -> None:
-        """A `CheckpointError` where the run has its result and no more epochs than those done are asked for."""
+    def check_unfinished(self, done: int, config: TrainConfig, *, stopped: bool) -> None:
+        """A `CheckpointError` where the run has its result and no more epochs than those done are asked for.
+
+        `stopped`: it has waited for a better test as long as `config` says.
+        """
+        epochs = config.epochs
+        if self.result.exists() and stopped and done < epochs:
+            raise CheckpointError(
+                f"--resume {str(self.path)!r}: that run stopped early, after {done} epochs, with patience = "
+                f"{config.patience}.",
+                "To go on, give a larger --patience.",
+            )
         if self.result.exists() and done >= epochs:
             raise CheckpointError(
                 f"--resume {str(self.path)!r}: that run has finished its {done} epochs.",

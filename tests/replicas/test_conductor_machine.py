@@ -27,6 +27,7 @@ from shoal.replicas.effects import (
     Rest,
     Stepped,
     Suspect,
+    WriteBest,
     WriteCheckpoint,
     WriteOwn,
     WriteResult,
@@ -114,6 +115,8 @@ class Run:
         """Steps and epochs of the weights that were tested."""
         self.results: list[WriteResult] = []
         self.saved: list[HowFar] = []
+        self.best: list[tuple[int, int]] = []
+        """Of the tests, those whose weights were kept as the best."""
         self.own_states: set[tuple[int, int]] = set()
         """On the disk."""
         self.own_states_wait: list[WriteOwn] = []
@@ -146,6 +149,11 @@ class Run:
                     assert replica is not None
                     self.saved.append(effect.how_far)
                     self.check_own(effect)
+                    self.files_wait = True
+                    self.there[replica].waits_for_files = True
+                case WriteBest():
+                    assert replica is not None
+                    self.best.append(self.tests[-1])
                     self.files_wait = True
                     self.there[replica].waits_for_files = True
                 case WriteOwn():
@@ -311,7 +319,8 @@ class Run:
                     done = None
                     yield
                     evaluation = Evaluation(0.5, 0.5, None) if order.evaluate else None
-                    self.ask(number, HasTested(order.after, evaluation), parts=order.save + order.last)
+                    parts = order.save + order.wants_weights(evaluation)
+                    self.ask(number, HasTested(order.after, evaluation), parts=parts)
                     yield
                 case Wait():
                     done = together(done, (yield from pushed()))
@@ -657,6 +666,24 @@ def test_in_lockstep_one_that_is_asked_to_stop_stops_all_at_the_same_batch() -> 
     assert isinstance(run.conductor.why_no_result(), StoppedError)
     assert run.saved[-1].again == ()
     assert run.saved[-1].counted == run.conductor.counted
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", "downpour", "local"])
+@pytest.mark.parametrize("checkpoint_every", [1, 10])
+def test_a_run_whose_tests_get_no_better_ends_early_with_a_result(exchange: str, checkpoint_every: int) -> None:
+    """All tests here have the same score: the first is the best, and the third is the second after it."""
+    run = Run(exchange=exchange, replicas=2, epochs=9, patience=2, checkpoint_every=checkpoint_every)
+    run.finish()
+    (result,) = run.results
+    assert result.measured.stopped_early
+    assert result.measured.epochs < 9
+    assert result.measured.steps == run.conductor.counted >= 3 * STEPS_PER_EPOCH
+    assert run.best == [run.tests[0]]
+    best = result.measured.best
+    assert best is not None
+    assert (best.step, best.epoch) == run.tests[0]
+    assert run.saved[-1].best.test == best
+    assert run.saved[-1].best.since >= 2
 
 
 def test_what_no_replica_would_say_is_refused_and_changes_nothing() -> None:

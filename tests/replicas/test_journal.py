@@ -57,6 +57,16 @@ def test_a_line_of_a_thousand_replicas_is_short_and_tells_how_they_are_spread() 
     assert sum(line["staleness_histogram"].values()) == 1000
 
 
+def test_lines_about_steps_that_were_reported_at_once_have_the_speed_since_an_earlier_moment() -> None:
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "log_every": 5})
+    options = config.exchange_settings()
+    assert options is not None
+    journal = Journal(config, options, about_a_run(config, options, 100), HowFar(), 0.0)
+    journal.begin_step(1.0)
+    lines = [journal.counted(counted, [0, 1], 2.0 + counted // 20) for counted in (5, 10, 20, 25)]
+    assert [round(line["step_time_ms"]) for line in lines if line] == [200, 100, 100, 67]
+
+
 def test_an_epoch_at_the_loss_of_guessing_is_told_of_once() -> None:
     config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 3})
     options = config.exchange_settings()

@@ -226,6 +226,12 @@ def test_a_layer_that_no_line_names_follows_its_producer() -> None:
     assert after["classifier.1"] == "c2", "after a sum over cut channels every rank has some channels"
 
 
+def test_lines_for_a_loss_are_left_out_where_there_is_none() -> None:
+    """As in the plans that `shoal plan` and training write, for `shoal verify` and a loop of one's own."""
+    written = Plan(name="mine", ranks=2, layers=(("*", Cut.parse("n2")), ("loss.cross_entropy_loss", Cut.parse("c2"))))
+    assert set(cuts_of(written, "lenet", 2).values()) == {"n2"}
+
+
 @pytest.mark.parametrize(
     ("plan", "ranks", "message"),
     [
