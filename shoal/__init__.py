@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.running import resume, train
     from shoal.timings import Timings
     from shoal.training import Listener
+    from shoal.using import Trained, load
     from shoal.verdict import Verdict
     from shoal.verifying import verify
 
@@ -56,6 +57,8 @@ __all__ = [
     "resume",
     "Listener",
     "RunResult",
+    "load",
+    "Trained",
     "Plan",
     "Cut",
     "find_plan",
@@ -84,6 +87,8 @@ _HOME = {
     "resume": "shoal.running",
     "Listener": "shoal.training",
     "RunResult": "shoal.result",
+    "load": "shoal.using",
+    "Trained": "shoal.using",
     "Plan": "shoal.plan",
     "Cut": "shoal.partition",
     "find_plan": "shoal.finding",

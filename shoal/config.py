@@ -364,6 +364,28 @@ class VerifyConfig(Settings):
     """Largest relative difference that passes; 1e-9 in float64 and 1e-3 in float32 unless given."""
 
 
+class EvaluateConfig(Checked):
+    """One test of a trained network."""
+
+    described_as = "a test of a trained network"
+
+    data: str | None = None
+    """A data set whose test part is taken, as for training; the one that it was trained on unless given."""
+    model: str | None = None
+    """The network where the run's own name for it does not lead to it any more; as in `shoal train --model`."""
+    batch: int | None = Field(default=None, gt=0)
+    """Samples per batch, over all workers together; as in training unless given."""
+    workers: Workers = 1
+    plan: str = "data"
+    """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is searched."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds that a worker waits for another before the test fails."""
+    threads: int | None = Field(default=None, gt=0)
+    """Threads per worker; all cores shared among the workers unless given."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes an accelerator where there is one."""
+
+
 class NetworkConfig(Checked):
     """A network and the sizes for which it is planned."""
 

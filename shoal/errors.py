@@ -8,7 +8,7 @@
     │   ├── DataError                    a data set that is missing, corrupt or too small
     │   ├── PlanError                    a cut that cannot be read or does not fit
     │   ├── OutputError                  a folder that cannot be written, or already holds a run
-    │   └── CheckpointError              a run that cannot be resumed
+    │   └── CheckpointError              a run that cannot be resumed or used
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
@@ -83,7 +83,7 @@ class OutputError(InputError):
 
 
 class CheckpointError(InputError):
-    """A run that cannot be resumed."""
+    """A run that cannot be resumed or used."""
 
 
 class RunError(ShoalError):

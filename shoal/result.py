@@ -147,6 +147,40 @@ class RunResult(BaseModel):
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
 
+class EvaluateResult(BaseModel):
+    """What `shoal evaluate` found. A field that does not apply is null."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    schema_: Literal["shoal.evaluation/1"] = Field(default="shoal.evaluation/1", alias="schema")
+    run: str
+    """The folder or weights file."""
+    data: str
+    origin: str
+    """Where the data was found."""
+    samples: int
+    plan: str
+    workers: int
+    batch: int
+    device: str
+    loss: float
+    """Mean cross entropy, whatever loss the network was trained with."""
+    accuracy: float
+    """Share of samples (of pixels, for segmentation) whose class is right."""
+    iou: float | None
+    """Segmentation: intersection over union of all classes but the background (class 0)."""
+    per_class: dict[str, ClassScore]
+    confusion: list[list[int]] | None
+    """How often a class (row) was taken for another (column). Null with more than 100 classes."""
+    seconds: float
+    """Of the test itself, without loading."""
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """As text for other programs."""
+        return self.model_dump_json(indent=2, by_alias=True) + "\n"
+
+
 def versions() -> dict[str, str]:
     """Versions that a number depends on."""
     return {

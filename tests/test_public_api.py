@@ -23,6 +23,8 @@ PUBLIC = [
         "resume",
         "Listener",
         "RunResult",
+        "load",
+        "Trained",
         "Plan",
         "Cut",
         "find_plan",
@@ -69,6 +71,9 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.doctor",
         "import shoal.cli.plan",
         "import shoal.cli.profile",
+        "import shoal.cli.evaluate",
+        "import shoal.cli.predict",
+        "import shoal.cli.export",
     ],
 )
 def test_import_is_light(statement: str) -> None:

@@ -48,7 +48,8 @@ def _workers(about: About) -> str:
         each = about.workers // about.replicas
         inside = f" of {each} workers, plan {about.plan}" if each > 1 else ""
         return f"{about.replicas} replicas{inside}, exchange {about.exchange}, "
-    return f"{about.workers} workers, plan {about.plan}, " if about.workers > 1 else ""
+    plan = AUTO if about.searched else about.plan  # what it chose is told in words, on a line of its own
+    return f"{about.workers} workers, plan {plan}, " if about.workers > 1 else ""
 
 
 def _peaks(peaks: Sequence[int]) -> str:

@@ -42,26 +42,36 @@ def images_below(folder: Path) -> list[Path]:
 def image_shape(file: Path) -> tuple[int, ...]:
     """(channels, height, width) of an image, from its header alone."""
     if file.suffix.lower() == ".npy":
-        return _channels_first(_load(file, mapped=True), file).shape
+        return channels_first(load_array(file, mapped=True), file).shape
     with _open(file) as image:
         return (1 if _is_grey(image) else 3, image.height, image.width)
 
 
 def decode(file: Path, shape: tuple[int, ...]) -> NDArray[Any]:
     """An image as (C, H, W) bytes or float32 of the given shape: grey or RGB as it says, resized where it differs."""
-    image_module = pillow()
     if file.suffix.lower() == ".npy":
-        return _fit(_values(_channels_first(_load(file), file), file), shape, file)
+        return of_array(load_array(file), shape, file)
+    with _open(file) as image:
+        return of_image(image, shape, file)
+
+
+def of_array(array: NDArray[Any], shape: tuple[int, ...], file: Path) -> NDArray[Any]:
+    """The same of an array in one of the layouts of a `.npy`. `file` is its name in messages."""
+    return _fit(_values(channels_first(array, file), file), shape, file)
+
+
+def of_image(image: "Image", shape: tuple[int, ...], file: Path) -> NDArray[Any]:
+    """The same of an image that is open; `file` is where it was read from, or its name in messages."""
+    image_module = pillow()
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
     try:
-        with _open(file) as image:
-            if _is_wide(image):
-                return _fit(_values(_wide_values(image, file), file), shape, file)
-            if channels not in (1, 3):
-                raise _other_channels(file, 1 if _is_grey(image) else 3, channels)
-            image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
-            scaled = image.convert(mode).resize((width, height), image_module.Resampling.BILINEAR)
+        if _is_wide(image):
+            return _fit(_values(_wide_values(image, file), file), shape, file)
+        if channels not in (1, 3):
+            raise _other_channels(file, 1 if _is_grey(image) else 3, channels)
+        image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
+        scaled = image.convert(mode).resize((width, height), image_module.Resampling.BILINEAR)
     except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
         raise unreadable(file, error) from error
     pixels = np.asarray(scaled, dtype=np.uint8)
@@ -82,7 +92,7 @@ def read_mask(file: Path) -> NDArray[np.int64]:
     """A mask of class numbers as it is stored."""
     remedy = "Save one whole number per pixel: the class, from 0."
     if file.suffix.lower() == ".npy":
-        mask = _load(file)
+        mask = load_array(file)
     else:
         image_module = pillow()
         try:
@@ -134,7 +144,7 @@ def kind_of_values(files: Sequence[Path]) -> Literal["bytes", "numbers"]:
 
 def _on_scale_of_bytes(file: Path) -> bool:
     if file.suffix.lower() == ".npy":
-        dtype = _load(file, mapped=True).dtype
+        dtype = load_array(file, mapped=True).dtype
         return dtype.kind in "bu" and dtype.itemsize <= 2
     with _open(file) as image:
         signed_or_long = image.mode == "I" and image.format not in ("PNG", "PPM")
@@ -205,7 +215,8 @@ def _wide_values(image: "Image", file: Path) -> NDArray[Any]:
     return np.moveaxis(last[..., :3], -1, 0)  # without transparency
 
 
-def _load(file: Path, *, mapped: bool = False) -> NDArray[Any]:
+def load_array(file: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """The array of a `.npy`, in memory or left on the disk until it is used."""
     try:
         array: NDArray[Any] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -213,7 +224,8 @@ def _load(file: Path, *, mapped: bool = False) -> NDArray[Any]:
     return array
 
 
-def _channels_first(array: NDArray[Any], file: Path) -> NDArray[Any]:
+def channels_first(array: NDArray[Any], file: Path) -> NDArray[Any]:
+    """(C, H, W) of an array in one of the layouts of a `.npy`."""
     if array.ndim == 2:
         return array[None]
     first, last = (array.ndim == 3 and extent in FEW for extent in (array.shape[0], array.shape[-1]))

@@ -244,7 +244,9 @@ class ShardedStates:
         with torch.no_grad(), plainly():
             for key, name in self.keys.items():
                 box = self.layouts[name][rank]
-                if box is not None:
+                if box is None:
+                    torch.autograd.graph.increment_version(self[name])  # changed, as on the ranks that have some of it
+                else:
                     self[name].copy_(full[key][slices(box, whole(self.shapes[name]))])
 
 

@@ -16,11 +16,12 @@ from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
+from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole
 from shoal.training.listener import Listener
 from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
-from shoal.training.rank import kind_of_device, train_on_rank
+from shoal.training.rank import train_on_rank
 from shoal.training.run_folder import RunFolder
 
 

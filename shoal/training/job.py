@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, ModelError
 from shoal.launching import tell_stage
 from shoal.machine import threads_each
 from shoal.training.average import WeightAverage
+from shoal.training.device import choose_device
 from shoal.training.network import Criterion, Network, on_one_device
 from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
 from shoal.transport import Transport
@@ -164,7 +165,7 @@ def _check_weights(transport: Transport, own: OwnObjects) -> None:
 
 def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
-    device = _choose_device(config.device)
+    device = choose_device(config.device)
     planning.check(config.plan, config.workers)
     if own.data is not None:
         splits = own.splits(config)
@@ -188,22 +189,6 @@ def _train_shape(loader: Loader) -> tuple[int, ...]:
     """Of a whole training batch."""
     sample = loader.data.shape
     return (loader.order.batch, *(loader.augment.out_shape(sample) if loader.augment else sample))
-
-
-def _choose_device(wanted: str) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if wanted == "auto":
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(wanted)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        reason = str(error).splitlines()[0].rstrip(".")
-        devices = f"cpu, {accelerator}" if accelerator else "cpu"
-        raise ConfigError(
-            f"device {wanted!r} cannot be used: {reason}.", f"This machine has {devices}; see `shoal doctor`."
-        ) from None
-    return device
 
 
 def _check_fit(model: nn.Module, name: str, splits: Splits, loader: Loader, own: OwnObjects) -> None:

@@ -1,5 +1,6 @@
 """What a run is about, and what it did: said once, for one worker, many ranks and many replicas alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.config import TrainConfig
@@ -91,6 +92,14 @@ class Measured:
     exchanged: ExchangeReport | None = None
 
 
+def class_scores(names: Sequence[str], tested: Evaluation) -> dict[str, ClassScore]:
+    """How a test went for each class."""
+    return {
+        name: ClassScore(samples=samples, accuracy=right / samples if samples else None)
+        for name, samples, right in zip(names, tested.samples, tested.right, strict=True)
+    }
+
+
 def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: Measured) -> RunResult:
     """What a finished run did, for `result.json`."""
     return RunResult(
@@ -111,10 +120,7 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         test_accuracy=tested.accuracy,
         test_iou=tested.iou,
         best=measured.best,
-        per_class={
-            name: ClassScore(samples=samples, accuracy=right / samples if samples else None)
-            for name, samples, right in zip(about.class_names, tested.samples, tested.right, strict=True)
-        },
+        per_class=class_scores(about.class_names, tested),
         confusion=None if tested.confusion is None else list(map(list, tested.confusion)),
         step_seconds_median=measured.step_seconds_median,
         samples_per_second=measured.samples_per_second,

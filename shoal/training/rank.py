@@ -3,14 +3,12 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from shoal.config import TrainConfig
-from shoal.errors import ConfigError
 from shoal.files import write_text_atomically
 from shoal.result import RunResult
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
+from shoal.training.device import device_of_rank
 from shoal.training.job import Job, prepare
 from shoal.training.listener import Listener
 from shoal.training.loop import Run
@@ -31,7 +29,7 @@ def train_on_rank(
     """The whole run, as one rank of the present process group, or alone without one."""
     transport = Transport()
     if transport.world > 1:
-        config = config.model_copy(update={"device": _device_of_rank(config, ranks_here or transport.world)})
+        config = config.model_copy(update={"device": device_of_rank(config, ranks_here or transport.world)})
     heard = listener if transport.rank == 0 else Listener()
     job = prepare(config, transport, own, ranks_here=ranks_here, planning_progress=heard.planning)
     with ExitStack() as stack:
@@ -45,11 +43,6 @@ def train_on_rank(
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)
         return Run(job, folder, progress, heard).complete()
-
-
-def _device_of_rank(config: TrainConfig, ranks_here: int) -> str:
-    kind = kind_of_device(config, ranks_here)
-    return f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
 
 
 def _begin(job: Job, transport: Transport, stack: ExitStack) -> tuple[RunFolder, Progress]:
@@ -83,16 +76,3 @@ def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tupl
 
     folder = agree(transport, held)
     return folder, agree(transport, restored)
-
-
-def kind_of_device(config: TrainConfig, ranks_here: int) -> str:
-    """Where the ranks of this host compute: each on a GPU of its own where asked for, or where there are enough."""
-    if config.device == "auto":
-        return "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
-    kind = config.device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"device {config.device!r} cannot be shared by {config.workers} workers.",
-            "Give cpu, or cuda for a GPU of its own to each worker.",
-        )
-    return kind

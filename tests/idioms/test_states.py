@@ -360,3 +360,19 @@ def written_states(plan: AnyPlan) -> None:
 @pytest.mark.parametrize("case", cases_of(globals()), ids=name_of)
 def test_states(on_ranks: RunOnRanks, case: Case, plan: str) -> None:
     on_ranks(2, case, PLANS[plan])
+
+
+def loaded_where_a_rank_holds_nothing() -> None:
+    whole = shoal.Plan(name="whole", ranks=2, layers=(("*", shoal.Cut()),))
+    reference, model = both(whole)
+    torch.manual_seed(11)
+    other = Net().double().state_dict()
+    shoal.load_full_state_dict(model, other)
+    reference.load_state_dict(other)
+    x, _ = batch()
+    close(model(mine(x)), mine(reference(x)))
+    same_states(model, reference)
+
+
+def test_buffers_that_one_rank_holds_are_loaded_on_all(on_ranks: RunOnRanks) -> None:
+    on_ranks(2, loaded_where_a_rank_holds_nothing)

@@ -1,0 +1,10 @@
+"""Using: the folder of a finished run -> a network that predicts, is tested again, and goes elsewhere.
+
+`trained.py` loads it, `transform.py` prepares samples as in training, `predicting.py` predicts, `testing.py` tests it
+on any data under any plan, `exporting.py` writes it for other programs.
+"""
+
+from shoal.using.predicting import Prediction
+from shoal.using.trained import Trained, load
+
+__all__ = ["Prediction", "Trained", "load"]
