@@ -19,7 +19,6 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
         "-m",
         "mkdocs",
         "build",
-        "--quiet",
         "--config-file",
         str(config),
         "--site-dir",
