@@ -143,7 +143,7 @@ class TrainConfig(Settings):
     described_as = "a training run"
 
     data: str = "default"
-    """A data set's name, folder:PATH, pairs:PATH, npz:PATH or synthetic; default takes the first that is found."""
+    """A data set's name, folder:PATH, pairs:PATH, windows:PATH, npz:PATH, synthetic; default takes the first found."""
     batch: int = Field(default=64, gt=0)
     """Samples per step, over all workers together."""
     augment: str = ""
@@ -151,6 +151,10 @@ class TrainConfig(Settings):
 
     epochs: int = Field(default=5, gt=0)
     """Passes over the training set."""
+    init: Path | None = None
+    """A .safetensors file of the first weights, such as another run's model.safetensors; drawn unless given."""
+    init_partial: bool = False
+    """Take of --init what has the network's names and shapes, and say what does not."""
     optimizer: OptimizerName = "sgd"
     """What makes a step of the gradients, as torch.optim has it; one device's steps under any plan."""
     optimizer_options: Options = Field(default_factory=dict)
@@ -220,6 +224,8 @@ class TrainConfig(Settings):
                 f"warmup = {self.warmup:g} epochs does not end within epochs = {self.epochs}.",
                 "Give a shorter --warmup or more --epochs.",
             )
+        if self.init_partial and self.init is None:
+            raise ConfigError("init_partial takes a part of no file.", "Name the file with --init.")
         self._decide_rates()
         if self.exchange is not None and not self.tells("replicas"):  # between whom, if not between all workers?
             self.__dict__["replicas"] = self.workers

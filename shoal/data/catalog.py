@@ -94,7 +94,7 @@ DIGITS_ABOUT = "4,000 + 1,000 handwritten digits, 28x28 grey, 10 classes"
 DIGITS_FILE = Path(__file__).with_name("digits.npz")
 DIGITS_REMEDY = "Install Shoal again: in its folder, pip install --force-reinstall --no-deps ."
 
-FORMS = ("folder:PATH", "pairs:PATH", "npz:PATH", "synthetic:SAMPLES")
+FORMS = ("folder:PATH", "pairs:PATH", "windows:PATH", "npz:PATH", "synthetic:SAMPLES")
 
 
 def names() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from shoal.data.pairs import load_pairs
 from shoal.data.prepared import load_audiomnist, load_nuclei, load_pets32
 from shoal.data.resized import Resized
 from shoal.data.synthetic import load_synthetic
+from shoal.data.windows import load_windows
 from shoal.errors import DataError, suggestion
 
 FIXED: dict[str, Callable[[], Splits]] = {
@@ -35,12 +36,14 @@ def load(spec: str, *, shape: tuple[int, ...] | None = None, classes: int | None
     name, colon, argument = spec.partition(":")
     if name == "synthetic":
         return load_synthetic(argument, shape=shape or (3, 32, 32), classes=classes or 10, seed=seed)
-    if name in ("folder", "npz", "pairs"):
+    if name in ("folder", "npz", "pairs", "windows"):
         path = _path(spec, argument)
         if name == "npz":
             return fit_splits(load_npz(path, shape=shape, classes=classes), shape, classes)
         if name == "pairs":
             return load_pairs(path, shape=shape, classes=classes)
+        if name == "windows":
+            return load_windows(path, shape=shape, classes=classes)
         return fit_splits(load_folder(path, shape=shape), shape, classes)
     if name == "python":
         raise DataError(

@@ -31,6 +31,7 @@ GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # Pillow's weights of 
 BITS_PER_SAMPLE = 258  # TIFF's number for it
 
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def decode(file: Path, shape: tuple[int, ...]) -> NDArray[Any]:
 
 def of_array(array: NDArray[Any], shape: tuple[int, ...], file: Path) -> NDArray[Any]:
     """The same of an array in one of the layouts of a `.npy`. `file` is its name in messages."""
-    return _fit(_values(channels_first(array, file), file), shape, file)
+    return _fit(real_values(channels_first(array, file), file), shape, file)
 
 
 def of_image(image: "Image", shape: tuple[int, ...], file: Path) -> NDArray[Any]:
@@ -67,7 +68,7 @@ def of_image(image: "Image", shape: tuple[int, ...], file: Path) -> NDArray[Any]
     mode = "L" if channels == 1 else "RGB"
     try:
         if _is_wide(image):
-            return _fit(_values(_wide_values(image, file), file), shape, file)
+            return _fit(real_values(_wide_values(image, file), file), shape, file)
         if channels not in (1, 3):
             raise _other_channels(file, 1 if _is_grey(image) else 3, channels)
         image.draft(mode, (width, height))  # lets a large JPEG be decoded at a fraction of its size
@@ -113,11 +114,11 @@ def read_mask(file: Path) -> NDArray[np.int64]:
     return mask.astype(np.int64)
 
 
-def in_threads(function: Callable[[Path], Item], files: Sequence[Path]) -> list[Item]:
-    """`function` of every file, a few at a time."""
+def in_threads(function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
+    """`function` of every item, a few at a time."""
     # A pool for each call: starting four threads is cheap beside decoding, and none is ever left over.
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, files))
+        return list(pool.map(function, items))
 
 
 def measure(files: Sequence[Path], shape: tuple[int, ...]) -> Norm:
@@ -237,8 +238,8 @@ def channels_first(array: NDArray[Any], file: Path) -> NDArray[Any]:
     return array if first else np.moveaxis(array, -1, 0)
 
 
-def _values(array: NDArray[Any], file: Path) -> NDArray[Any]:
-    """Bytes, or float32."""
+def real_values(array: NDArray[Any], file: Path) -> NDArray[Any]:
+    """The numbers of an image as bytes or float32: see above."""
     if array.dtype.kind not in "buif":
         raise DataError(f"the image {file} holds {array.dtype}, not real numbers.", "Save it as uint8 or float32.")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

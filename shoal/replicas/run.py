@@ -22,7 +22,7 @@ from shoal.replicas.conducting import Conducting
 from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
-from shoal.training import checkpoint
+from shoal.training import checkpoint, initial
 from shoal.training.best import Best
 from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
@@ -181,7 +181,7 @@ def _conducting(
 ) -> Iterator[Conducting]:
     """Everything that a run needs beside its replicas, for as long as it lasts. `here`: a replica in this process."""
     options = _options(config)
-    about, inference, config = _look(config, options, own)
+    about, inference, begun_with, config = _look(config, options, own, fresh=resumed is None)
     held = options.holding(config.replicas, one_host=one_host, weight_bytes=4 * about.parameters)
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     with ExitStack() as stack:
@@ -219,8 +219,8 @@ def _conducting(
             conducting.warn(lines_are_missing(content["steps"]))
         for replica, path in missing.items():
             conducting.warn(checkpoint.own_state_is_missing(path, replica))
-        for decided in config.decided():
-            conducting.warn(decided)
+        for text in (*config.decided(), *begun_with):
+            conducting.warn(text)
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
             conducting.warn(
@@ -233,13 +233,19 @@ def _conducting(
             listener.finished(conducting.result, folder)
 
 
-def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tuple[About, Inference, TrainConfig]:
-    """Find what is wrong with the user's input before any replica is started; and what the run is about."""
+def _look(
+    config: TrainConfig, options: ExchangeOptions, own: OwnObjects, *, fresh: bool
+) -> tuple[About, Inference, list[str], TrainConfig]:
+    """Find what is wrong with the user's input before any replica is started; and what the run is about.
+
+    Not `fresh`: it goes on. Then what people should know of its first weights was told before.
+    """
     each = config.workers // config.replicas
     alone = config.model_copy(
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
-    splits, _, model = load_whole(alone, own)
+    splits, _, model = load_whole(alone, own, fresh=fresh)
+    told = initial.told(model, config) if fresh else []
     assert isinstance(options, Kind)
     if own.optimizer is not None or config.optimizer != "sgd" or config.optimizer_options:
         # Of SGD servers can do all that it is told otherwise.
@@ -278,7 +284,7 @@ def _look(config: TrainConfig, options: ExchangeOptions, own: OwnObjects) -> tup
             f"{about.train_samples}.",
             f"Give a --batch, times --accumulate, of at most {about.train_samples}.",
         )
-    return about, inference_of(alone, splits), config.model_copy(update={"data": splits.name})
+    return about, inference_of(alone, splits), told, config.model_copy(update={"data": splits.name})
 
 
 def _check_unchanged(config: TrainConfig, options: ExchangeOptions, optimizer: torch.optim.Optimizer) -> None:

@@ -81,7 +81,8 @@ def train_replica(
         seat = take_seat(meeting, transport, replica, pids, options.heartbeat)
         welcome = seat.welcome
         number = welcome["replica"]
-        job = _prepare(config, options, transport, number, ranks_here, own)
+        fresh = resumed is None and replica is not None
+        job = _prepare(config, options, transport, number, ranks_here, own, fresh=fresh)
         if resumed is not None:
             content = checkpoint.read(resumed, config, job.device)
             checkpoint.put_in(content, job)
@@ -130,6 +131,8 @@ def _prepare(
     number: int,
     ranks_here: int,
     own: OwnObjects,
+    *,
+    fresh: bool,
 ) -> Job:
     """The job of one replica, as if it were alone with its share of the batch."""
     alone = config.model_copy(
@@ -142,7 +145,7 @@ def _prepare(
             "momentum": config.rates().momentum,
         }
     )
-    job = prepare(alone, transport, own, ranks_here=ranks_here)
+    job = prepare(alone, transport, own, fresh=fresh, ranks_here=ranks_here)
     if number:  # weights are drawn alike everywhere, dropout's masks are not
         torch.manual_seed(config.seed + number)
     loader = job.loader

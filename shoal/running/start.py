@@ -210,4 +210,4 @@ def _check(config: TrainConfig, resumed: Path | None, own: OwnObjects) -> None:
     """Find what is wrong with the user's input before any rank is started; ranks find the rest."""
     if resumed is None:
         RunFolder.free(config)
-    load_whole(config.model_copy(update={"device": "cpu"}), own)
+    load_whole(config.model_copy(update={"device": "cpu"}), own, fresh=resumed is None)

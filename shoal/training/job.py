@@ -6,7 +6,7 @@ can be trained.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -22,6 +22,7 @@ from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
 from shoal.launching import tell_stage
 from shoal.machine import threads_each
+from shoal.training import initial
 from shoal.training.average import WeightAverage
 from shoal.training.device import choose_device
 from shoal.training.network import Criterion, Network, on_one_device
@@ -48,6 +49,8 @@ class Job:
     own: OwnObjects = NO_OBJECTS
     rates: tuple[float, ...] = ()
     """Of the optimizer's groups, as they began."""
+    told: tuple[str, ...] = ()
+    """What people should know of how it began."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -74,13 +77,15 @@ def prepare(
     transport: Transport,
     own: OwnObjects = NO_OBJECTS,
     *,
+    fresh: bool = True,
     ranks_here: int | None = None,
     planning_progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Job:
     """Build what `config` asks for, and `own` has, on all ranks of `transport`, which raise all `InputError`s here.
 
     Seeds torch. Same config, machine and thread count: same weights and same batches, bit for bit. `ranks_here` share
-    this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is.
+    this host's cores; all of them do unless given. `planning_progress` hears how far the search of a plan is. Not
+    `fresh`: the weights come from elsewhere, so that those of `--init` are not read.
     """
     threads = threads_each(config.threads, ranks_here or config.workers)
     torch.set_num_threads(threads)
@@ -88,7 +93,7 @@ def prepare(
     torch.set_flush_denormal(True)
 
     def loaded() -> tuple[Splits, Loader, nn.Module]:
-        whole = load_whole(config, own)
+        whole = load_whole(config, own, fresh=fresh)
         tell_stage("have loaded data and network")
         return whole
 
@@ -96,6 +101,7 @@ def prepare(
     _check_weights(transport, own)
     device = next(model.parameters()).device
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
+    told = tuple(initial.told(model, config)) if fresh else ()
     criterion = _criterion(config, own, device)
     network = on_one_device(model, config.plan, criterion)
     if transport.world > 1:
@@ -108,7 +114,7 @@ def prepare(
         # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
         config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
-    return equipped(config, splits, network, loader, device, own)
+    return replace(equipped(config, splits, network, loader, device, own), told=told)
 
 
 def _criterion(config: TrainConfig, own: OwnObjects, device: torch.device) -> Criterion:
@@ -163,7 +169,9 @@ def _check_weights(transport: Transport, own: OwnObjects) -> None:
         raise other_weights()
 
 
-def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Splits, Loader, nn.Module]:
+def load_whole(
+    config: TrainConfig, own: OwnObjects = NO_OBJECTS, *, fresh: bool = True
+) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
     device = choose_device(config.device)
     planning.check(config.plan, config.workers)
@@ -181,8 +189,21 @@ def load_whole(config: TrainConfig, own: OwnObjects = NO_OBJECTS) -> tuple[Split
         )
     torch.manual_seed(config.seed)
     model = own.build(config, splits).to(device)
+    _check_precision(model, config)
+    if fresh:
+        initial.take_weights(model, config)
     _check_fit(model, config.model.removeprefix(PREFIX), splits, loader, own)
     return splits, loader, model
+
+
+def _check_precision(model: nn.Module, config: TrainConfig) -> None:
+    """Refuse to lower what autocast leaves as it is."""
+    wide = next((name for name, p in model.named_parameters() if p.dtype == torch.float64), None)
+    if config.amp != "off" and wide is not None:
+        raise ConfigError(
+            f"amp = {config.amp!r} lowers float32, and {wide!r} of the network is float64.",
+            "Leave --amp out, or build the network in float32.",
+        )
 
 
 def _train_shape(loader: Loader) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Run:
         job, progress = self.job, self.progress
         with StopSignal() as stop, self._open_metrics() as metrics:
             self.listener.started(self._about(), self.folder)
-            told = job.config.decided() if progress.steps == 0 else []
+            told = [*job.config.decided(), *job.told] if progress.steps == 0 else []
             if metrics.lacks_lines:
                 told.append(lines_are_missing(progress.steps))
             for text in told:

@@ -31,7 +31,8 @@ def train_on_rank(
     if transport.world > 1:
         config = config.model_copy(update={"device": device_of_rank(config, ranks_here or transport.world)})
     heard = listener if transport.rank == 0 else Listener()
-    job = prepare(config, transport, own, ranks_here=ranks_here, planning_progress=heard.planning)
+    fresh = resumed is None
+    job = prepare(config, transport, own, fresh=fresh, ranks_here=ranks_here, planning_progress=heard.planning)
     with ExitStack() as stack:
         folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
         if transport.rank == 0:

@@ -66,6 +66,11 @@ def test_smoothed_labels_are_torchs() -> None:
     assert float(backward(job, [(x, y)])) == float(expected.detach())
 
 
+def test_a_network_that_autocast_leaves_as_it_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"amp = 'bf16' lowers float32, and 'a\.weight' of the network is float64"):
+        load_whole(jobs.settings(amp="bf16"))
+
+
 def test_too_many_batches_for_a_step_are_refused() -> None:
     with pytest.raises(ConfigError, match="accumulate = 300 batches of 8 samples are more than the 2048 to train on"):
         load_whole(jobs.settings(accumulate=300))

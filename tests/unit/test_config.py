@@ -15,7 +15,8 @@ from shoal.optimizers import OPTIMIZERS
 
 SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
 FLAGS = {
-    TrainConfig: SHARED + "augment epochs optimizer optimizer_options lr schedule warmup momentum weight_decay "
+    TrainConfig: SHARED
+    + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
     "accumulate clip label_smoothing amp ema "
     "replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every patience eval_steps checkpoint_every log_every",
@@ -100,6 +101,7 @@ def test_yaml_reads_back_equal(epochs: int, lr: float, shape: Any, schedule: Any
         ({"timeout": "0"}, ["timeout = '0'", "greater than 0"]),
         ({"recompute": "perhaps"}, ["recompute = 'perhaps'", "boolean"]),
         ({"warmup": 5, "epochs": 5}, ["warmup = 5", "epochs = 5"]),
+        ({"init_partial": True}, ["init_partial", "--init"]),
         ({"optimizer": "adm"}, ["optimizer = 'adm'", "'adamw'"]),
         ({"optimizer": "adam", "momentum": 0.5}, ["momentum = 0.5 is not for adam", "--optimizer-options"]),
         ({"optimizer": "adam", "optimizer_options": "beta=0.9"}, ["'adam' has no option 'beta'", "'betas'"]),

@@ -235,7 +235,7 @@ def test_idx_files_are_read(tmp_path: Path) -> None:
         ("fashion-mnits", "Did you mean 'fashion-mnist'"),
         (
             "nonsense",
-            r"Known: default, fashion-mnist, .*synthetic, folder:PATH, pairs:PATH, npz:PATH, synthetic:SAMPLES\.",
+            r"Known: default, fashion-mnist, .*folder:PATH, pairs:PATH, windows:PATH, npz:PATH, synthetic:SAMPLES\.",
         ),
         ("", "no data set is named ''"),
         ("digits:5", "takes no argument"),
