@@ -137,5 +137,5 @@ def _laid(test: _Test, config: EvaluateConfig, transport: Transport) -> Network:
     settings = TrainConfig(
         plan=config.plan, workers=transport.world, batch=test.batch, seed=test.trained.inference.seed
     )
-    module = test.trained.module
+    module = test.trained.module.train()  # as whoever lays it expects; the test itself puts it in evaluation mode
     return lay_over_ranks(module, settings, transport, shapes, F.cross_entropy, lambda: module, lambda *_: None)

@@ -115,6 +115,13 @@ def test_what_is_written_and_what_is_refused(run: Path, shoal_here: Shoal, tmp_p
         assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.thorough
+def test_a_plan_may_be_searched_for_a_test(run: Path, shoal: Shoal) -> None:
+    tested = json.loads(shoal("evaluate", "run", "--workers", "2", "--plan", "auto", "--json").stdout)
+    result = json.loads((run / "result.json").read_text())
+    assert tested["loss"] == pytest.approx(result["test_loss"], rel=1e-5)
+
+
 def test_onnx(run: Path, shoal_here: Shoal, tmp_path: Path) -> None:
     if find_spec("onnxscript") is None:
         done = shoal_here("export", "run", "network.onnx")
