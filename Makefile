@@ -14,7 +14,7 @@ ifneq ($(wildcard ../shared/data/.),)
 export SHOAL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: run test check format clean
+.PHONY: run test check format docs clean
 
 run: .venv/.run
 	$(BIN)/shoal train --workers auto $(ARGS)
@@ -30,6 +30,11 @@ check: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documents as pages, and a reference from docstrings; a broken link is an error. tests/test_docs.py does it too.
+docs: .venv/.dev
+	$(BIN)/mkdocs build
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

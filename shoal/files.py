@@ -1,4 +1,4 @@
-"""Whole or absent: files that a reader never sees half written."""
+"""Whole or absent: files that a reader never sees half written; and the folder for what can be had again."""
 
 import os
 import re
@@ -6,7 +6,14 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from platformdirs import user_cache_dir
+
 _DRAFT = re.compile(r"\..+\.\d+\.tmp")
+
+
+def cache_folder() -> Path:
+    """For downloads and measurements: `SHOAL_CACHE`, or the system's place for caches. It may not exist yet."""
+    return Path(os.environ.get("SHOAL_CACHE") or user_cache_dir("shoal", appauthor=False))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

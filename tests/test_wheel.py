@@ -15,7 +15,19 @@ import yaml
 import shoal
 
 ROOT = Path(__file__).parents[1]
-FEW = {"click", "numpy", "pillow", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "safetensors", "torch"}
+FEW = {
+    "click",
+    "cloudpickle",
+    "numpy",
+    "pillow",
+    "platformdirs",
+    "psutil",
+    "pydantic",
+    "pyyaml",
+    "rich",
+    "safetensors",
+    "torch",
+}
 """All that an installation brings beside what these need. One more is a decision: each costs every user."""
 
 

@@ -1,7 +1,7 @@
 """Train on windows of one large image on two ranks, each of which reads its own half of every window.
 
     python -m benchmarks.large_image.slide /tmp/slide
-    python -m benchmarks.large_image.bench /tmp/slide [--window 1024] [--workers 2] [--plan spatial]
+    python -m benchmarks.large_image.bench /tmp/slide [--window 1024] [--workers 2] [--plan spatial] [--epochs 1]
 
 Prints what every rank read of the image and its mask, and the largest resident size of its process.
 """
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--plan", default="spatial")
+    parser.add_argument("--epochs", type=int, default=1)
     args = parser.parse_args()
     notes = Path(tempfile.mkdtemp())
     shape = (1, args.window, args.window)
@@ -88,7 +89,7 @@ def main() -> None:
         model=small_net,
         data=lambda: counted_windows(args.folder, shape, notes),
         batch=1,
-        epochs=1,
+        epochs=args.epochs,
         lr=0.02,
         workers=args.workers,
         plan=args.plan,

@@ -37,7 +37,8 @@ def evaluate(run: Path, everything: bool, as_json: bool, **options: str | None) 
     from shoal.using import testing
 
     testing_now = Announcer()
-    testing_now("testing")
+    if rank is None or rank.rank == 0:
+        testing_now("testing")
     try:
         result = testing.start(run, config)
     finally:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from shoal.data.catalog import FASHION_MNIST
 from shoal.data.dataset import ArrayData, Norm, Splits
 from shoal.data.download import Remote, check, fetch
-from shoal.data.search import VARIABLE, cache
+from shoal.data.search import VARIABLE
 from shoal.errors import DataError
+from shoal.files import cache_folder
 
 HOST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
@@ -61,7 +62,7 @@ def load_fashion(base_url: str = HOST) -> Splits:
     """Both splits, from this machine or else from `base_url`. Takes 0.7 s, most of it to unpack."""
     folder = FASHION_MNIST.find()
     if folder is None:
-        folder = cache() / FASHION_MNIST.inside[0]
+        folder = cache_folder() / FASHION_MNIST.inside[0]
         fetch(FILES, base_url=base_url, folder=folder, remedy=OFFLINE)
     for file in FILES:
         check(folder / file.name, file, REPLACE)

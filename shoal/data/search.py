@@ -1,28 +1,26 @@
 """Where data sets are looked for on this machine. No torch; costs a few file system calls.
 
 The folders, in order: those that $SHOAL_DATA names, the user's data folder, the folder of Debian's
-dataset-* packages, and the user's cache, where downloads go.
+dataset-* packages, and the user's cache
+($SHOAL_CACHE moves it), where downloads go.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from platformdirs import user_cache_dir, user_data_dir
+from platformdirs import user_data_dir
+
+from shoal.files import cache_folder
 
 VARIABLE = "SHOAL_DATA"
 DEBIAN = Path("/usr/share/datasets")
 
 
-def cache() -> Path:
-    """The folder that downloads go to; it may not exist yet."""
-    return Path(user_cache_dir("shoal", appauthor=False))
-
-
 def search_folders() -> tuple[Path, ...]:
     """Every folder that is searched, in order, whether it exists or not."""
     named = [Path(part).expanduser() for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
-    return (*named, Path(user_data_dir("shoal", appauthor=False)), DEBIAN, cache())
+    return (*named, Path(user_data_dir("shoal", appauthor=False)), DEBIAN, cache_folder())
 
 
 def find(files: Sequence[str], *, inside: Sequence[str]) -> Path | None:

@@ -34,7 +34,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "shoal": {},
     "paper": {"sparse": "threshold", "momentum_at": "server", "n_sync": 1},
 }
-"""What options are unless given: those that the class names, or those of Chan & Lane 2014."""
+"""What options are unless given: those that the class names, or those of Chan & Lane 2014 as we understand them."""
 
 
 class Options(Served):
@@ -47,12 +47,12 @@ class Options(Served):
     period = 4
 
     preset: Literal["shoal", "paper"] = "shoal"
-    """What the other options are unless given: shoal (as told of each), or paper, as in Chan & Lane 2014: every step is
-    pushed (n_sync=1), elements above a fixed threshold (sparse=threshold), momentum at the server
-    (momentum_at=server)."""
+    """What the other options are unless given: shoal (as told of each), or paper, as we understand Chan & Lane 2014, of
+    which we could read the abstract alone: every step is pushed (n_sync=1), elements above a fixed threshold
+    (sparse=threshold), momentum at the server (momentum_at=server)."""
     sparse: Literal["none", "sampled", "topk", "threshold"] = "sampled"
     """Which elements of each tensor are pushed: the largest (topk: exactly; sampled: above a threshold that is
-    estimated from a sample), those above a fixed threshold (Chan & Lane), or all."""
+    estimated from a sample), those above a fixed threshold, or all."""
     density: float = Field(default=0.01, gt=0, le=1)
     """Share of each tensor that sampled and topk push."""
     density_back: float | None = Field(default=None, gt=0, le=1)

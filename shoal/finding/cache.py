@@ -2,22 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from shoal.errors import InputError, PlanError
-from shoal.files import write_text_atomically
+from shoal.files import cache_folder, write_text_atomically
 from shoal.plan import Plan
 from shoal.timings import Timings
-
-
-def folder() -> Path:
-    """Where it is kept: `SHOAL_CACHE`, or the system's place for caches."""
-    return Path(os.environ.get("SHOAL_CACHE") or platformdirs.user_cache_dir("shoal"))
 
 
 def fingerprint(*what: object) -> str:
@@ -27,7 +18,7 @@ def fingerprint(*what: object) -> str:
 
 def load_timings(key: str) -> Timings | None:
     """What was measured under this key, if it can still be read."""
-    path = folder() / f"timings-{key}.json"
+    path = cache_folder() / f"timings-{key}.json"
     try:
         return Timings.load(path) if path.is_file() else None
     except InputError:
@@ -37,18 +28,18 @@ def load_timings(key: str) -> Timings | None:
 def save_timings(key: str, timings: Timings) -> None:
     """Keep measurements; a cache that cannot be written is no error."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        timings.save(folder() / f"timings-{key}.json")
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        timings.save(cache_folder() / f"timings-{key}.json")
     except OSError:
         return
 
 
 def load_choice(key: str) -> tuple[Plan, dict[str, Any]] | None:
     """A plan that won before, and what is known of that race."""
-    path = folder() / f"plan-{key}.json"
+    path = cache_folder() / f"plan-{key}.json"
     try:
         plan = Plan.load(path)
-        about: dict[str, Any] = json.loads((folder() / f"race-{key}.json").read_text(encoding="utf-8"))
+        about: dict[str, Any] = json.loads((cache_folder() / f"race-{key}.json").read_text(encoding="utf-8"))
     except (PlanError, OSError, ValueError):
         return None
     return plan, about
@@ -57,8 +48,8 @@ def load_choice(key: str) -> tuple[Plan, dict[str, Any]] | None:
 def save_choice(key: str, plan: Plan, about: Mapping[str, Any]) -> None:
     """Keep a winner; a cache that cannot be written is no error."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        write_text_atomically(folder() / f"race-{key}.json", json.dumps(dict(about), indent=1) + "\n")
-        plan.save(folder() / f"plan-{key}.json")
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        write_text_atomically(cache_folder() / f"race-{key}.json", json.dumps(dict(about), indent=1) + "\n")
+        plan.save(cache_folder() / f"plan-{key}.json")
     except OSError:
         return

@@ -85,8 +85,8 @@ def _load(name: str, known: Inference) -> Splits:
             f"the network was trained on an object from Python, {name.removeprefix(PREFIX)}, which has no name here.",
             "Give data with --data, with samples as those; or test from Python, with shoal.load.",
         )
-    synthetic = name.partition(":")[0] == "synthetic"  # which has as many classes as it is told
-    splits = data.load(name, shape=known.input, classes=len(known.classes) if synthetic else None, seed=known.seed)
+    is_told = name.partition(":")[0] in ("synthetic", "windows")  # of the others we ask how many classes they have
+    splits = data.load(name, shape=known.input, classes=len(known.classes) if is_told else None, seed=known.seed)
     if splits.test.task != known.task:
         raise DataError(
             f"{name!r} is to {splits.test.task}, but the network was trained to {known.task}.",
@@ -137,5 +137,5 @@ def _laid(test: _Test, config: EvaluateConfig, transport: Transport) -> Network:
     settings = TrainConfig(
         plan=config.plan, workers=transport.world, batch=test.batch, seed=test.trained.inference.seed
     )
-    module = test.trained.module
+    module = test.trained.module.train()  # as whoever lays it expects; the test itself puts it in evaluation mode
     return lay_over_ranks(module, settings, transport, shapes, F.cross_entropy, lambda: module, lambda *_: None)

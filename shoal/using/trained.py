@@ -2,7 +2,7 @@
 
 Trust     the folder of a run names the Python code that builds its network, as `--resume` runs it too: load folders of
           people you trust. A weights file alone never decides which code runs: only networks of the zoo are built
-          from it, any other must be given.
+          from it, any other must be given; unless it lies in its run's folder, which says the same.
 """
 
 from collections.abc import Sequence
@@ -119,7 +119,7 @@ def _build(given: str | None, inference: Inference, path: Path) -> nn.Module:
             f"the network of {str(path)!r} was given to its run as an object, without a name.",
             "Give it: model=..., or --model package.module:factory.",
         )
-    if given is None and name not in zoo.names() and path.is_file():
+    if given is None and name not in zoo.names() and not _said_by_folder(path, inference):
         raise ModelError(
             f"{str(path)!r} names the network {name!r}, but a weights file does not decide which code runs.",
             f"Give its run's folder instead. {GIVE_NETWORK}",
@@ -136,6 +136,17 @@ def _build(given: str | None, inference: Inference, path: Path) -> nn.Module:
             f"the network of {str(path)!r} cannot be built any more: {error.problem}",
             f"Work in the folder where the run was started. {GIVE_NETWORK}",
         ) from error
+
+
+def _said_by_folder(path: Path, inference: Inference) -> bool:
+    """Whether this is a run's folder, or a weights file that lies in its own run's."""
+    if path.is_dir():
+        return True
+    beside = RunFolder(path.parent).inference
+    try:
+        return beside.read_text(encoding="utf-8") == inference.to_json()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _put_in(weights: Path, module: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """A small acoustic network over log-mel spectrograms, for spoken words.
 
 Frequency and time are the two axes of a picture. The first pooling is along frequency only, so
-that a formant may shift between speakers while time stays fine (Sainath et al. 2013, Chan and Lane
-2014); later ones shorten both axes. As in those papers there is no batch norm.
+that a formant may shift between speakers while time stays fine, as was usual for acoustic networks of 2013
+and 2014 (Sainath et al.; Chan and Lane, whose layers we could not read); later ones shorten both axes. There is no
+batch norm, which came later. The sizes are our own.
 """
 
 from torch import Tensor, nn

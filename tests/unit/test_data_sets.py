@@ -17,6 +17,7 @@ from shoal import data
 from shoal.data import DataSet, Splits, catalog, search
 from shoal.data.fashion import read_idx
 from shoal.errors import DataError
+from shoal.files import cache_folder
 
 
 def need(name: str) -> None:
@@ -122,12 +123,18 @@ def test_default_is_what_this_machine_has(nowhere: Path) -> None:
     assert data.default_name() == "fashion-mnist"
 
 
+@pytest.mark.usefixtures("nowhere")
+def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "moved"))
+    assert data.search_folders()[-1] == tmp_path / "moved"
+
+
 def test_search_order_and_layouts(nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_DATA", os.pathsep.join([str(tmp_path / "missing"), str(nowhere)]))
     assert data.search_folders()[:2] == (tmp_path / "missing", nowhere)
     found = []
     for folder in (
-        search.cache(),
+        cache_folder(),
         search.DEBIAN,
         data.search_folders()[2],
         nowhere / "pets32",

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.cluster import Cluster, Device, Efficiency, Level
 from shoal.errors import InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding import cache
+from shoal.files import cache_folder
 from shoal.finding.auto import choose_plan, cost_model, measured_speeds, racers, timings_about
 from shoal.operators.registry import rule_for
 from shoal.partition import Cut
@@ -134,7 +134,7 @@ def test_timings_survive_a_file_and_refuse_others(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_damaged_cache_is_measured_again(captured: Captured) -> None:
     choose_plan(captured, Transport())
-    files = list(cache.folder().iterdir())
+    files = list(cache_folder().iterdir())
     assert {path.name.split("-")[0] for path in files} == {"timings", "plan", "race"}
     for path in files:
         path.write_text("{")

@@ -175,8 +175,19 @@ def test_a_weights_file_does_not_decide_which_code_runs(name: str | None, tmp_pa
     save_weights(module, file, known(part, model=name, model_options=options))
     with pytest.raises(ModelError, match="does not decide which code runs" if name else "as an object"):
         shoal.load(file)
+    (tmp_path / "inference.json").write_text(known(part).to_json())  # of another run
+    with pytest.raises(ModelError):
+        shoal.load(file)
     assert not (tmp_path / "run-by-a-stranger").exists()
     assert shoal.load(file, model=module).module is module
+
+
+def test_a_weights_file_in_its_runs_folder_is_as_good_as_the_folder(tmp_path: Path) -> None:
+    part = ArrayData(pixels(10, 1, 8, 8), np.arange(10) % 2, classes=2)
+    said = known(part, model="shoal.zoo:lenet5")
+    save_weights(shoal.zoo.lenet5(input=(1, 8, 8), classes=2), tmp_path / "best.safetensors", said)
+    (tmp_path / "inference.json").write_text(said.to_json())
+    assert shoal.load(tmp_path / "best.safetensors").inference == said
 
 
 def test_other_data_are_brought_to_what_the_network_was_trained_on() -> None:
