@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.using import Prediction, Trained
 
 SCHEMA = "shoal.predictions/1"
+FILE_WIDTH, CLASS_WIDTH, SCORE_WIDTH = 16, 24, 6
+"""Columns of the table: the least of a file's name, the most of a class's, and those of a score."""
 
 
 @click.command()
@@ -90,7 +92,7 @@ def predict(
     if as_json:
         click.echo(_json(run, trained, rows, failed))
     elif csv_file is None:
-        _show(rows, top, Console(highlight=False))
+        _show(rows, top, Console(highlight=False), "share" if trained.inference.task == "segment" else "score")
     if failed:
         click.echo(f"shoal: {len(failed)} of {len(chosen)} files could not be predicted.", err=True)
         sys.exit(1)
@@ -155,20 +157,25 @@ def _json(run: Path, trained: "Trained", found: "Iterable[Prediction]", failed: 
     return json.dumps({**content, "unreadable": unreadable}, indent=2, ensure_ascii=False)
 
 
-def _show(found: "Sequence[Prediction]", top: int, console: Console) -> None:
-    """A table that fits the terminal: long names of files lose their beginning."""
-    rows = [(prediction.source, prediction.top(top)) for prediction in found]
-    if not rows:
+def _show(found: "Sequence[Prediction]", top: int, console: Console, score: str) -> None:
+    """A table that fits the terminal: long names of files lose their beginning. `score`: what a score is called."""
+    if not found:
         return
-    longest = max(24, console.width - max(sum(len(name) + 11 for name, _ in classes) for _, classes in rows))
+    rows = [(prediction.source, prediction.top(top)) for prediction in found]
     table = Table(box=None, pad_edge=False)
-    table.add_column("file", no_wrap=True, overflow="ellipsis")
-    for place in range(1, max(len(classes) for _, classes in rows) + 1):
-        table.add_column("class" if place == 1 else f"class {place}", no_wrap=True, overflow="ellipsis")
-        table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("file", no_wrap=True)
+    taken = 0
+    for place in range(len(rows[0][1])):
+        heading = f"class {place + 1}" if place else "class"
+        width = min(CLASS_WIDTH, max(len(heading), *(len(classes[place][0]) for _, classes in rows)))
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", width=width)
+        table.add_column(score, justify="right", no_wrap=True, width=SCORE_WIDTH)
+        taken += width + SCORE_WIDTH + 4  # two spaces before each column
+    left = max(FILE_WIDTH, console.width - taken)
     for file, classes in rows:
-        shown = file if len(file) <= longest else f"...{file[-(longest - 3) :]}"
-        table.add_row(escape(shown), *(cell for name, score in classes for cell in (escape(name), f"{score:.4f}")))
+        shown = file if len(file) <= left else f"...{file[3 - left :]}"
+        table.add_row(escape(shown), *(cell for name, part in classes for cell in (escape(name), f"{part:.4f}")))
+    console.width = max(console.width, FILE_WIDTH + taken)  # scores are never cut
     console.print(table)
 
 

@@ -56,7 +56,7 @@ def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
     out = tmp_path / "out"
     names = {"result.json", "metrics.jsonl", "config.yaml", "plan.json", "checkpoint.pt", "model.safetensors"}
-    names.add("inference.json")
+    names |= {"inference.json", "best.safetensors"}
     assert {path.name for path in out.iterdir()} == names
 
     result = result_of(out)

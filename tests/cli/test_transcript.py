@@ -36,7 +36,7 @@ def commands(page: str) -> list[list[str]]:
     return [line.split()[1:] for line in (DOCS / page).read_text().splitlines() if line.startswith("    shoal ")]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_from_a_folder_of_images_to_a_network_in_use(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

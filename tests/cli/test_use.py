@@ -14,6 +14,7 @@ import shoal as library
 from shoal.inference import METADATA
 from tests.cli.conftest import Shoal
 
+pytestmark = pytest.mark.timeout(300)
 SQUARES = ("--model", "unet", "--model-options", "width=4,depth=2", "--data", "pairs:squares", "--batch", "4")
 
 
@@ -31,7 +32,6 @@ def draw_squares(folder: Path, count: int, size: int = 16) -> None:
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
 
 
-@pytest.mark.timeout(200)
 def test_a_network_that_segments(shoal: Shoal, shoal_here: Shoal, tmp_path: Path) -> None:
     draw_squares(tmp_path / "squares", 30)
     run = shoal("train", *SQUARES, "--epochs", "6", "--lr", "0.1", "--out", "run")
@@ -85,6 +85,16 @@ def test_what_is_written_and_what_is_refused(run: Path, shoal_here: Shoal, tmp_p
     smaller = json.loads(shoal_here("evaluate", "run/model.safetensors", "--batch", "3", "--json").stdout)
     assert smaller["accuracy"] == result["test_accuracy"]
     assert smaller["loss"] == pytest.approx(result["test_loss"], rel=1e-5)
+
+    deep = tmp_path / "_".join(["long"] * 12)
+    deep.mkdir()
+    (tmp_path / "sample.npy").rename(deep / "sample.npy")
+    (found,) = json.loads(shoal_here("predict", "run", deep.name, "--json").stdout)["predictions"]
+    for columns in ("40", "60", "200"):
+        shown = shoal_here("predict", "run", deep.name, "--top", "2", COLUMNS=columns).stdout
+        assert max(map(len, shown.splitlines())) <= max(60, int(columns))
+        assert f"{found['score']:.4f}" in shown
+        assert (deep.name in shown) == (columns == "200")
 
     x = torch.ones(3, 1, 8, 8)
     expected = library.load(run)(x)
