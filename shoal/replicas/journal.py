@@ -106,11 +106,12 @@ class Journal:
         every, ends = self._config.log_every, counted % self._about.steps_per_epoch == 0
         line = self._line(counted, active, now) if ends or counted // every > self._logged // every else None
         if ends:
-            self._last_loss = statistics.fmean(self._epoch_losses)
+            before, self._last_loss = self._last_loss, statistics.fmean(self._epoch_losses)
             self._epoch_losses = []
             self._stopped_learning = stopped_learning(
                 self._last_loss,
-                self._about.classes,
+                self._about,
+                before=before,
                 epoch=counted // self._about.steps_per_epoch,
                 steps=counted - self._warmup_steps,
                 remedy=how_to_step_less(self._config),

@@ -271,6 +271,7 @@ def _look(
         device=config.device if config.device != "auto" else "cpu",
         exchange=options.name,
         survives=options.survives,
+        own_loss=own.loss is not None,
     )
     if config.plan == AUTO and each > 1 and config.replicas > 1:
         raise ConfigError(

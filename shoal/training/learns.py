@@ -3,29 +3,30 @@
 import math
 
 from shoal.config import TrainConfig
+from shoal.training.listener import About
 
 NEAR_CHANCE = 0.99
 """Of the loss of guessing: a network that learned anything is well below."""
 FEW_STEPS = 200
-"""A first epoch with fewer steps at the full rate is too short to say anything."""
+"""After fewer steps at the full rate a network that has not learned anything yet may still begin to."""
 
 
-def stopped_learning(loss: float, classes: int, *, epoch: int, steps: int, remedy: str) -> str | None:
+def stopped_learning(loss: float, about: About, *, before: float, epoch: int, steps: int, remedy: str) -> str | None:
     """What to tell people after `epoch` (from 1), whose mean loss this was; None where all is well.
 
-    `steps`: those of the run so far at the full rate.
-
-    >>> stopped_learning(2.3026, 10, epoch=2, steps=50, remedy="Lower --lr.")
-    'the mean loss of epoch 2, 2.303, is that of guessing among 10 classes: the network learns nothing. Lower --lr.'
-    >>> stopped_learning(0.5, 10, epoch=2, steps=50, remedy="Lower --lr.")
-    >>> stopped_learning(2.3026, 10, epoch=1, steps=50, remedy="Lower --lr.")
+    `before`: the mean loss of the epoch before, not a number for the first. `steps`: those of the run so far at the
+    full rate. It is told of at once where the network had learned something, and else after `FEW_STEPS` or at the
+    end. Of a loss of the user's own nobody knows what guessing gives: nothing is told.
     """
-    too_early = epoch == 1 and steps < FEW_STEPS
-    if too_early or classes < 2 or loss < NEAR_CHANCE * math.log(classes):
+    if about.own_loss or about.classes < 2:
+        return None
+    guessing = NEAR_CHANCE * math.log(about.classes)
+    may_begin_yet = steps < FEW_STEPS and not before < guessing and epoch < about.epochs
+    if loss < guessing or may_begin_yet:
         return None
     return (
-        f"the mean loss of epoch {epoch}, {loss:.4g}, is that of guessing among {classes} classes: the network learns "
-        f"nothing. {remedy}"
+        f"the mean loss of epoch {epoch}, {loss:.4g}, is that of guessing among {about.classes} classes: the network "
+        f"learns nothing. {remedy}"
     )
 
 

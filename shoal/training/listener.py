@@ -42,6 +42,8 @@ class About:
     accumulate: int = 1
     """Batches of one step."""
     class_names: tuple[str, ...] = ()
+    own_loss: bool = False
+    """Whether the loss is a function of the user's own."""
 
 
 class Listener:

@@ -112,6 +112,7 @@ class Run:
             plan=job.network.plan,
             device=str(job.device),
             done=self.progress.steps,
+            own_loss=job.own.loss is not None,
         )
 
     @property
@@ -231,12 +232,14 @@ class Run:
 
     def _end_epoch(self, metrics: MetricsFile) -> None:
         progress = self.progress
+        before = progress.last_loss
         progress.last_loss = self._over_ranks(progress.losses[0]) / progress.position.step
         progress.losses.zero_()
         progress.position = Position(progress.position.epoch + 1, 0)
         told = stopped_learning(
             progress.last_loss,
-            self.job.splits.train.classes,
+            self._about(),
+            before=before,
             epoch=progress.position.epoch,
             steps=progress.steps - self._warmup_steps,
             remedy=how_to_step_less(self.job.config),

@@ -25,6 +25,7 @@ def describe(
     done: int = 0,
     exchange: str = "none",
     survives: bool = False,
+    own_loss: bool = False,
 ) -> About:
     """What a run is about to do. `config` is that of the whole run, `done` the steps of its earlier parts; `plan`
     says how each layer is cut, or is a name alone where that is not known yet.
@@ -53,6 +54,7 @@ def describe(
         done=done,
         accumulate=config.accumulate,
         class_names=splits.test.class_names,
+        own_loss=own_loss,
     )
 
 

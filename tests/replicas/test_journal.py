@@ -68,17 +68,30 @@ def test_lines_about_steps_that_were_reported_at_once_have_the_speed_since_an_ea
 
 
 def test_an_epoch_at_the_loss_of_guessing_is_told_of_once() -> None:
-    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 3})
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 5})
     options = config.exchange_settings()
     assert options is not None
     journal = Journal(config, options, about_a_run(config, options, 2), HowFar(), 0.0)
     told = []
-    for counted in range(1, 7):
-        journal.add_loss(2.31 if counted <= 4 else 1.0)
+    for counted, loss in enumerate([2.31, 2.31, 1.0, 1.0, 2.31, 2.31, 2.31, 2.31, 2.31, 2.31], start=1):
+        journal.add_loss(loss)
         journal.counted(counted, [0, 1], 1.0)
         told.append(journal.take_warning())
-    assert [bool(text) for text in told] == [False, False, False, True, False, False]  # the first may be a warm-up
-    assert "epoch 2, 2.31, is that of guessing among 10 classes" in str(told[3])
+    # Not in the first epoch, which is short; when it is back at guessing; and at the end.
+    assert [number for number, text in enumerate(told, start=1) if text] == [6, 10]
+    assert "epoch 3, 2.31, is that of guessing among 10 classes" in str(told[5])
+
+
+def test_nobody_knows_what_guessing_gives_with_a_loss_of_the_users_own() -> None:
+    config = TrainConfig.parse({"replicas": 2, "exchange": "downpour", "data": "digits", "epochs": 1})
+    options = config.exchange_settings()
+    assert options is not None
+    for own_loss in (False, True):
+        about = replace(about_a_run(config, options, 1), own_loss=own_loss)
+        journal = Journal(config, options, about, HowFar(), 0.0)
+        journal.add_loss(2.31)
+        journal.counted(1, [0, 1], 1.0)
+        assert (journal.take_warning() is None) == own_loss
 
 
 def test_a_long_first_epoch_at_the_loss_of_guessing_is_told_of_too() -> None:
