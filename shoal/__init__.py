@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shoal.running import resume, train
     from shoal.timings import Timings
     from shoal.training import Listener
-    from shoal.using import Trained, load
+    from shoal.using import Trained, load, save
     from shoal.verdict import Verdict
     from shoal.verifying import verify
 
@@ -58,6 +58,7 @@ __all__ = [
     "Listener",
     "RunResult",
     "load",
+    "save",
     "Trained",
     "Plan",
     "Cut",
@@ -88,6 +89,7 @@ _HOME = {
     "Listener": "shoal.training",
     "RunResult": "shoal.result",
     "load": "shoal.using",
+    "save": "shoal.using",
     "Trained": "shoal.using",
     "Plan": "shoal.plan",
     "Cut": "shoal.partition",

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
-    "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
+    "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "execution", "training"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
     | {"training", "replicas", "running", "verifying", "using"},

@@ -24,6 +24,7 @@ PUBLIC = [
         "Listener",
         "RunResult",
         "load",
+        "save",
         "Trained",
         "Plan",
         "Cut",

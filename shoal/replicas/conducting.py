@@ -37,6 +37,7 @@ from shoal.replicas.effects import (
 from shoal.replicas.orders import NextBatches, Noted, Stop, order_head, read_question
 from shoal.replicas.recorder import Recorder
 from shoal.result import RunResult
+from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.listener import About, Listener
 from shoal.transport.links import Frame
 
@@ -61,8 +62,11 @@ class Conducting:
         store: str,
         folder: str,
         own: int | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._recorder, self._listener = recorder, listener
+        self.checkpoint = checkpoint
+        """From which replicas go on."""
         whereabouts = Whereabouts(folder, *held, own=own)
         self._conductor = Conductor(config, options, about, whereabouts, past, now=time.monotonic())
         self._place = MeetingPlace(

@@ -21,6 +21,8 @@ class HowFar:
     position: Position = field(default_factory=Position)
     wall_seconds: float = 0.0
     last_loss: float = float("nan")
+    epoch_losses: tuple[float, ...] = ()
+    """Of the batches of the epoch under way."""
     step_seconds: tuple[float, ...] = ()
     tested: int = 0
     """Steps up to which no test is due any more."""
@@ -28,6 +30,8 @@ class HowFar:
     """What `Scores.saved` gave."""
     events: tuple[Mapping[str, Any], ...] = ()
     best: Best = field(default_factory=Best)
+    samples_repeated: int = 0
+    """Samples that were trained on twice, because the run went on with batches of another size."""
 
 
 @dataclass(frozen=True)

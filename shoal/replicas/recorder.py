@@ -1,7 +1,9 @@
 """The files of a run of replicas, and nothing else of it: lines of metrics, checkpoint, plan, weights, result."""
 
-import io
+import json
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ from torch import Tensor
 
 from shoal.config import TrainConfig
 from shoal.files import write_atomically, write_text_atomically
+from shoal.replicas.bundle import unpacked
 from shoal.replicas.effects import ForFiles, HowFar, WriteBest, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
-from shoal.result import RunResult
-from shoal.training import checkpoint
+from shoal.result import RunResult, versions
 from shoal.training.best import Best
-from shoal.training.checkpoint import Progress
+from shoal.training.checkpoints.carry_over import samples_per_number, settings_saved
+from shoal.training.checkpoints.folder import Checkpoint, Draft, new_token
+from shoal.training.checkpoints.progress import Progress, nan_for_none
+from shoal.training.checkpoints.restoring import done_before, settings_before, step_seconds
+from shoal.training.checkpoints.saving import write_state
+from shoal.training.checkpoints.tensor_files import view_of
 from shoal.training.listener import About
 from shoal.training.metrics import MetricsFile
 from shoal.training.outcome import result_of
@@ -34,6 +41,10 @@ class Recorder:
         """How long the metrics were when a replica took the weights that it saves, or had tested them."""
         self.result: RunResult | None = None
         """The result, once it is written."""
+        self._token, self._plan = new_token(), "null"
+        self._drafting = threading.Lock()
+        self._drafts: dict[int, Draft] = {}
+        """The checkpoint for which replicas hand in what they have of their own, by its moment."""
 
     def log(self, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
@@ -49,17 +60,20 @@ class Recorder:
         folder = self._folder
         match effect:
             case WritePlan():
+                self._plan = effect.text
                 self._write_text(folder.plan, effect.text)
             case WriteOwn():
-                self._write_bytes(folder.own_state(effect.replica, effect.moment), buffers[0])
+                with folder.writing(folder.checkpoints.path):
+                    _write_files(self._draft(effect.moment), buffers[0])
             case WriteBest():
                 self._write_bytes(folder.best, buffers[-1])
             case WriteCheckpoint():
-                with folder.writing(folder.checkpoint):
+                with folder.writing(folder.checkpoints.path):
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
-                result = result_of(self._config, self._about, effect.tested, effect.measured)
+                measured = replace(effect.measured, restarts=folder.restarts)
+                result = result_of(self._config, self._about, effect.tested, measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
 
@@ -75,6 +89,15 @@ class Recorder:
         """Nothing more is logged."""
         self._metrics.close()
 
+    def _draft(self, moment: int) -> Draft:
+        """The checkpoint of this moment; what was handed in for another is not needed any more."""
+        with self._drafting:
+            for other in [other for other in self._drafts if other != moment]:
+                self._drafts.pop(other).discard()
+            if moment not in self._drafts:
+                self._drafts[moment] = Draft(self._folder.checkpoints, f"moment-{moment}", self._token)
+            return self._drafts[moment]
+
     def _write_checkpoint(self, effect: WriteCheckpoint, length: int, state: Tensor) -> None:
         how_far = effect.how_far
         progress = Progress(
@@ -85,35 +108,75 @@ class Recorder:
             step_seconds=list(how_far.step_seconds),
             wall_seconds=how_far.wall_seconds,
             metrics_length=length,
+            summed=[len(how_far.epoch_losses), 0],
             tested=how_far.tested,
             best=how_far.best,
+            repeated=how_far.samples_repeated,
         )
-        checkpoint.write(
-            self._folder.checkpoint,
-            self._config,
-            torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True),
-            progress,
-            losses=[[0.0, 0.0]],
-            more={
-                "again": list(how_far.again),
-                "replicas": how_far.scores,
-                "events": [dict(event) for event in how_far.events],
-                "own": dict(effect.own),
-            },
-        )
-        self._folder.keep_own_states(effect.own)
+        options = self._config.exchange_settings()
+        draft = self._draft(next(iter(effect.own.values()), how_far.counted))
+        common = _write_files(draft, state)
+        content = {
+            "config": settings_saved(self._config),
+            "plan": json.loads(self._plan),
+            "ranks": self._config.workers // self._config.replicas,
+            "versions": versions(),
+            "progress": progress.to_dict([[sum(how_far.epoch_losses), 0.0]]),
+            "epoch_losses": list(how_far.epoch_losses),
+            "again": list(how_far.again),
+            "replicas": how_far.scores,
+            "events": [dict(event) for event in how_far.events],
+            "own": sorted(effect.own),
+            "own_of_replicas": [options.own_in_words] if options is not None and effect.own else [],
+            **common,
+        }
+        write_state(draft, content, progress.step_seconds)
+        with self._drafting:
+            self._drafts.clear()
+        draft.commit(how_far.counted)
+        self._folder.checkpoints.keep(self._config.keep)
 
 
-def read_past(content: Mapping[str, Any]) -> HowFar:
-    """How far the run was whose checkpoint this is."""
+COMMON = "common.json"
+"""Of the files that a replica sends, the one whose content goes into the state of the checkpoint."""
+
+
+def _write_files(draft: Draft, message: Tensor) -> dict[str, Any]:
+    """Write the files that a replica sent; what is common is returned."""
+    common: dict[str, Any] = {}
+    for name, content in unpacked(view_of(message)).items():
+        if name == COMMON:
+            common = json.loads(bytes(content))
+        else:
+            draft.write_bytes(name, content)
+    return common
+
+
+def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainConfig, steps_per_epoch: int) -> HowFar:
+    """How far the run was whose checkpoint this is, counted as a run with these settings does."""
+    saved = state["progress"]
+    done, repeated = done_before(state, config)
+    before, now = samples_per_number(settings_before(state)), samples_per_number(config)
+    losses = tuple(state["epoch_losses"]) if "epoch_losses" in state else _even_losses(saved)
+    if before != now:
+        count = done.counted % steps_per_epoch
+        losses = (sum(losses) / len(losses),) * count if losses else ()
     return HowFar(
-        counted=content["steps"],
-        again=tuple(content.get("again", ())),
-        wall_seconds=content["wall_seconds"],
-        last_loss=content["last_loss"],
-        step_seconds=tuple(content["step_seconds"].tolist()),
-        tested=content["tested"],
-        scores=content.get("replicas", {}),
-        events=tuple(content.get("events", ())),
-        best=Best.from_dict(content["best"]),
+        counted=done.counted,
+        again=done.again,
+        wall_seconds=saved["wall_seconds"],
+        last_loss=nan_for_none(saved["last_loss"]),
+        epoch_losses=losses,
+        step_seconds=tuple(step_seconds(checkpoint)),
+        tested=saved["tested"] * before // now,
+        scores={int(number): score for number, score in state.get("replicas", {}).items()},
+        events=tuple(state.get("events", ())),
+        best=Best.from_dict(saved["best"]),
+        samples_repeated=saved["repeated"] + repeated,
     )
+
+
+def _even_losses(saved: Mapping[str, Any]) -> tuple[float, ...]:
+    """Of a run without replicas, which has their sum alone."""
+    total, count = sum(nan_for_none(row[0]) for row in saved["losses"]), saved["summed"][0]
+    return (total / count,) * count if count else ()
