@@ -869,15 +869,15 @@ def test_a_run_goes_on_with_another_exchange_and_says_what_is_lost(
     assert run.returncode == 2, run.stderr
     assert f"is damaged: replica-1.safetensors is not of {len(whole)} bytes" in run.stderr
     lost.write_bytes(whole)
-    run = shoal(*go_on, "--replicas", "3", "--workers", "3", "--exchange", "admm")
+    run = shoal(*go_on, "--replicas", "4", "--workers", "4", "--exchange", "admm")
     assert run.returncode == 0, run.stderr
     told = [line["text"] for line in metrics_of(tmp_path / "run") if line["event"] == "warning"]
     wanted = (
-        "goes on with exchange = 'admm' (before: 'easgd'), replicas = 3 (before: 2): every replica begins with the "
+        "goes on with exchange = 'admm' (before: 'easgd'), replicas = 4 (before: 2): every replica begins with the "
         "common weights; what does not carry over is weights of their own."
     )
     assert wanted in told
-    assert result_of(tmp_path / "run")["replicas"] == 3
+    assert result_of(tmp_path / "run")["replicas"] == 4
 
 
 DOUBLE = """
