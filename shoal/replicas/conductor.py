@@ -444,7 +444,12 @@ class Conductor:
 
     def _ask_to_stop(self) -> None:
         if self._stop_at is None:
-            self._stop_at = max(self._budget.handed(replica) for replica in range(self._config.replicas))
+            self._stop_at = self._furthest
+
+    @property
+    def _furthest(self) -> int:
+        """The batch that comes next for the replica that is furthest."""
+        return max(self._budget.handed(replica) for replica in range(self._config.replicas))
 
     def warn(self, text: str) -> list[Effect]:
         """Something that the user should know."""
@@ -507,7 +512,7 @@ class Conductor:
         """
         if self.over:
             return []
-        self._tests.remind(now, max(self._budget.handed(replica) for replica in range(self._config.replicas)))
+        self._tests.remind(now, self._furthest if self._options.same_batch else self.counted)
         self._give_up_on_frozen(now)
         longer: dict[int, float] = {}
         if (test := self._tests.under_way) is not None:

@@ -94,12 +94,12 @@ class TestsDue:
             passed = max(passed, self._save_at)
         return passed if passed > self._saved else None
 
-    def remind(self, now: float, handed: int) -> None:
-        """Time passed. Where the clock asks for a checkpoint, it is due when all has been counted that is `handed`."""
+    def remind(self, now: float, steps: int) -> None:
+        """Time passed. Where the clock asks for a checkpoint, it is due when so many `steps` are counted."""
         every = self._config.checkpoint_every
         late = every.unit == "minutes" and now - self._saved_at >= 60 * every.count
-        if late and self._save_at is None and handed > self._saved:
-            self._save_at, self._saved_at = handed, now
+        if late and self._save_at is None and steps > self._saved:
+            self._save_at, self._saved_at = steps, now
 
     def is_due_at(self, step: int) -> bool:
         """Whether something may be due after this step, so that replicas in step wait for each other there."""
