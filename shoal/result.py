@@ -165,6 +165,8 @@ class EvaluateResult(BaseModel):
     device: str
     loss: float
     """Mean cross entropy, whatever loss the network was trained with."""
+    own_loss: str | None = None
+    """The loss of one's own that the run was trained with, whose name alone its folder holds. Null: cross entropy."""
     accuracy: float
     """Share of samples (of pixels, for segmentation) whose class is right."""
     iou: float | None

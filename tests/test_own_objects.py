@@ -6,20 +6,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.cli.evaluate import show
+from shoal.config import EvaluateConfig
 from shoal.data import BatchOrder
 from shoal.errors import CheckpointError, ConfigError, DataError, InputError, ModelError
 from shoal.training.learning_rate import rate_at
+from shoal.using.testing import start
 
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 
@@ -151,6 +156,22 @@ def test_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert "Go on from Python with the same objects: shoal.resume(" in run.stderr.replace("\n", " ")
+
+
+def test_a_later_test_says_that_its_loss_is_not_the_runs_own(tmp_path: Path) -> None:
+    def doubled(scores: Tensor, target: Tensor) -> Tensor:
+        return 2 * F.cross_entropy(scores, target)
+
+    common: dict[str, Any] = {"model": "lenet5", "data": "synthetic:32", "input": (1, 28, 28), "batch": 16, "epochs": 1}
+    result = shoal.train(**common, loss=doubled, out=tmp_path / "own")
+    tested = start(tmp_path / "own", EvaluateConfig())
+    assert tested.own_loss is not None
+    assert tested.own_loss.endswith("doubled")
+    assert tested.loss == pytest.approx(result.test_loss / 2)
+    show(tested, Console(file=(printed := StringIO()), width=80))
+    assert "trained with another loss" in printed.getvalue()
+    shoal.train(**common, out=tmp_path / "usual")
+    assert start(tmp_path / "usual", EvaluateConfig()).own_loss is None
 
 
 def test_names_and_settings_may_be_keywords(tmp_path: Path) -> None:

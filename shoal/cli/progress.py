@@ -169,6 +169,8 @@ class _Lines(Listener):
 def _add_exchange(table: Table, result: RunResult, exchanged: ExchangeReport) -> None:
     """Who did what between replicas, one line per fact."""
     each = exchanged.replicas
+    if result.plan_in_words:
+        table.add_row("plan", f"in each replica {_plan(result.plan, result.plan_in_words)}")
     table.add_row("updates", ", ".join(f"replica {number}: {score.updates:,}" for number, score in each.items()))
     waits = [f"{score.wait_seconds / max(score.train_seconds, 1e-9):.0%}" for score in each.values()]
     table.add_row("time in the exchange", ", ".join(waits))

@@ -2,6 +2,8 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.config import TrainConfig
+from shoal.errors import PlanError
 from shoal.files import write_atomically, write_text_atomically
+from shoal.plan import Plan
 from shoal.replicas.effects import ForFiles, HowFar, WriteBest, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -59,9 +63,17 @@ class Recorder:
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
-                result = result_of(self._config, self._about, effect.tested, effect.measured)
+                about = replace(self._about, plan_in_words=self._plan_in_words())
+                result = result_of(self._config, about, effect.tested, effect.measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
+
+    def _plan_in_words(self) -> str | None:
+        """As the first replica told of it; None where it came to no plan, or each replica is one worker."""
+        with suppress(PlanError):
+            plan = Plan.load(self._folder.plan)
+            return plan.in_words() if plan.ranks > 1 else None
+        return None
 
     def _write_text(self, path: Path, text: str) -> None:
         with self._folder.writing(path):
