@@ -36,7 +36,7 @@ ITSELF = Left("its result is a page that a test compares")
 
 FINISHED = "shoal train --model lenet5 --data folder:photos --input 3,32,32 --epochs 1 --batch 32 --out runs/NAME"
 FIRST = "shoal train --model lenet5 --data digits --epochs 1 --out runs/first"
-SLIDE = "python -m benchmarks.large_image.slide PATH 640"
+SLIDE = "python -m benchmarks.large_image.slide PATH --side 640"
 
 TABLE: Mapping[str, Run | Left] = {
     # README.md
@@ -108,11 +108,14 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal train ... --plan plan.json": TEMPLATE,
     "pip install PATH_TO_THE_CHECKOUT": Left("tests/test_wheel.py builds and installs the package"),
     "shoal train --model unet --data windows:PATH --input 1,1024,1024 --classes 2 --batch 1 --workers 2 "
-    "--plan spatial": Run(
+    "--plan spatial --out runs/slides": Run(
         instead="shoal train --model unet --model-options width=4 --data windows:PATH --input 1,128,128 --classes 2 "
-        "--batch 1 --workers 2 --plan spatial --epochs 1",
+        "--batch 1 --workers 2 --plan spatial --epochs 1 --out runs/slides",
         before=(SLIDE,),
         needs=("tifffile",),
+    ),
+    "shoal predict runs/slides slide2.tif --size windows --out masks": Run(
+        instead="shoal predict runs/slides PATH/images/slide.tif --size windows --out masks", needs=("tifffile",)
     ),
     "pip install imagecodecs": PACKAGES,
     "python -m benchmarks.large_image.slide /tmp/slide": BY_HAND,
