@@ -29,7 +29,7 @@ class Left:
 
 PACKAGES = Left("installs packages from the index")
 TEMPLATE = Left("what stands for ... is the reader's: its options are checked")
-BY_HAND = Left("a measurement of many minutes, run by hand: its page has the numbers, the day and the machine")
+BY_HAND = Left("a measurement of many minutes, run by hand: its page, or its benchmark's, has the numbers")
 CLUSTER = Left("needs Slurm or a second host; two hosts: tests/cli/test_hosts.py, srun's environment: tests/launching")
 CHECKOUT = Left("a target of the Makefile: it sets up an environment of its own, and CI runs it")
 ITSELF = Left("its result is a page that a test compares")
@@ -140,7 +140,7 @@ TABLE: Mapping[str, Run | Left] = {
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 -m shoal train "
     "--plan auto ...": CLUSTER,
     "srun --ntasks 8 --cpus-per-task 4 shoal train --threads 4 --plan auto ...": CLUSTER,
-    "shoal plan --cluster FILE": TEMPLATE,
+    "shoal plan --model ... --cluster FILE": TEMPLATE,
     "pip install '.[timm]'": PACKAGES,
     "pip install timm": PACKAGES,
     "pip install torchvision==0.28.*": PACKAGES,
@@ -224,7 +224,6 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "shoal verify --model unet --data nuclei --batch 2 --plan spatial --json verdict.json": Run(needs=("nuclei",)),
     "torchrun -m shoal verify": TEMPLATE,
-    "shoal plan --memory 8GiB --out plan.json": TEMPLATE,
     "shoal train --model unet --data nuclei --batch 1 --epochs 1 --threads 1": BY_HAND,
     "shoal train --model unet --data nuclei --batch 1 --epochs 1 --threads 1 --workers 2 --plan spatial": BY_HAND,
     "shoal verify --model unet --workers 2 --plan spatial": Run(),

@@ -139,6 +139,37 @@ def test_replicas_take_a_module_with_its_weights(tmp_path: Path) -> None:
     assert result.final_loss == pytest.approx(wanted.final_loss, rel=0.2)  # each replica normalises its own half
 
 
+THEMSELVES = {"dasgd", "easgd", "admm", "gossip", "local"}
+"""Exchanges whose replicas step by the optimizer that they were given."""
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "gossip",
+        "downpour",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("sync", "backup", "dasgd", "softsync", "hogwild", "easgd", "admm", "local")
+        ),
+    ],
+)
+def test_other_exchanges_take_objects_too_or_say_what_they_cannot_do(exchange: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"batch": 8, "epochs": 1, "loss": weighted, "exchange": exchange, "replicas": 2}
+    result = shoal.train(**job(tmp_path / "run", **own, optimizer=plain_sgd))
+    assert (result.replicas, result.exchange, result.samples) == (2, exchange, 48)
+    given = {name: value for name, value in job(tmp_path).items() if name in ("model", "data", "loss")}
+    again = shoal.resume(tmp_path / "run", {"epochs": 2}, **given, optimizer=plain_sgd)
+    assert again.samples == 96
+    if exchange not in THEMSELVES:
+        with pytest.raises(ConfigError, match="servers step in the place of the optimizer, as SGD"):
+            shoal.train(**job(tmp_path / "refused", **own, optimizer=one_rate))
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
 def test_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     steady = {"schedule": "constant"}
     shoal.train(**job(tmp_path / "whole", **steady))
