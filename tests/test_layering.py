@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference", "optimizers", "trace", "comparison"),
+    *("exchanges", "inference", "optimizers", "timeline", "comparison"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"errors", "files", "units"},
     "timings": {"errors", "files", "cluster"},
     "traffic": set(),
-    "trace": {"errors", "files"},
+    "timeline": {"errors", "files"},
     "comparison": {"errors", "files"},
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},

@@ -1,5 +1,7 @@
 """Trace: what every rank did and when, as it happened or as it is predicted, on one clock.
 
+The file is `timeline.py`, since `shoal.trace` is the function that records one.
+
 It saves as one file of Chrome's Trace Event Format, which Perfetto and Chrome open: a process for each rank, in it a
 thread for each lane, and an arrow for each message. The same file loads again, so that a page, a test and a person
 read the same numbers. A predicted trace has the same form as a measured one: `beside` puts one under the other.
@@ -29,7 +31,11 @@ _MICRO = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One thing that one rank did. Slices of a lane lie beside or within each other, never across."""
+    """One thing that one rank did.
+
+    Slices of one rank lie beside or within each other, never across, in the lanes `steps` and `compute`. In `network`
+    they may overlap, since several messages travel at a time; a file has as many rows for them as it takes.
+    """
 
     kind: Kind
     rank: int
