@@ -85,6 +85,7 @@ TABLE: Mapping[str, Run | Left] = {
     'make test ARGS="tests/unit -k order"': CHECKOUT,
     "make test AT_ONCE=": CHECKOUT,
     "make test ARGS=--thorough": CHECKOUT,
+    "python -m scripts.documented_commands --run": Left("is this script"),
     "git log -1 --format=%ae": Left("prints an address of the checkout's history"),
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
