@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from scripts.documented_commands import PAGES, TABLE, Printed, printed, unknown, wrong
+from scripts.documented_commands import PAGES, Printed, printed, unknown, wrong
+from scripts.documented_table import TABLE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
