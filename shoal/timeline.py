@@ -122,11 +122,14 @@ class Trace:
 
     def from_zero(self) -> Self:
         """The same, where the first slice begins at 0."""
-        begin = min((piece.start for piece in self.slices), default=0.0)
+        return self.earlier(min((piece.start for piece in self.slices), default=0.0))
+
+    def earlier(self, seconds: float) -> Self:
+        """The same, so much earlier: as another clock shows it."""
         return replace(
             self,
-            slices=tuple(replace(piece, start=piece.start - begin, end=piece.end - begin) for piece in self.slices),
-            messages=tuple(replace(m, sent=m.sent - begin, received=m.received - begin) for m in self.messages),
+            slices=tuple(replace(p, start=p.start - seconds, end=p.end - seconds) for p in self.slices),
+            messages=tuple(replace(m, sent=m.sent - seconds, received=m.received - seconds) for m in self.messages),
         )
 
     def beside(self, other: Self) -> dict[str, Any]:
