@@ -226,6 +226,11 @@ def _micro(seconds: float) -> float:
     return round(seconds * _MICRO, 3)
 
 
+def _seconds(micro: float) -> float:
+    """What `_micro` was given, to the nanosecond."""
+    return round(micro * 1e3) / 1e9
+
+
 def _placed(slices: tuple[Slice, ...]) -> list[tuple[Slice, int]]:
     """Slices in the order of their starts, each with its row: those of `network` that overlap in rows of their own."""
     used: dict[int, list[float]] = {}
@@ -270,8 +275,8 @@ def _slice(event: Mapping[str, Any]) -> Slice:
         kind=kind,
         rank=event["pid"],
         label=args["label"],
-        start=event["ts"] / _MICRO,
-        end=round(event["ts"] + event["dur"], 3) / _MICRO,
+        start=_seconds(event["ts"]),
+        end=_seconds(event["ts"] + event["dur"]),
         lane=LANES[min(event["tid"], NETWORK)],
         step=args["step"],
         bytes=args["bytes"],
@@ -288,7 +293,7 @@ def _messages(events: list[Mapping[str, Any]]) -> Iterator[Message]:
                 src=event["pid"],
                 dst=end["pid"],
                 label=event["name"],
-                sent=event["ts"] / _MICRO,
-                received=end["ts"] / _MICRO,
+                sent=_seconds(event["ts"]),
+                received=_seconds(end["ts"]),
                 bytes=event["args"]["bytes"],
             )

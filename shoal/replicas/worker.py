@@ -50,8 +50,8 @@ from shoal.replicas.orders import (
     read_order,
 )
 from shoal.timeline import Trace
-from shoal.tracing import Recording
 from shoal.tracing.clocks import ahead_of
+from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal

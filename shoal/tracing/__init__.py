@@ -1,6 +1,4 @@
-"""Diaries of ranks -> a Trace: switched on for some steps, put on one clock, gathered, told in a table."""
+"""Diaries of ranks -> a Trace: switched on for some steps, put on one clock, gathered, told in a table.
 
-from shoal.tracing.own_loop import trace
-from shoal.tracing.recording import Recording
-
-__all__ = ["Recording", "trace"]
+`recording.py` is for training runs, `own_loop.py` is `shoal.trace`. `merge.py`, `summary.py`, `predicted.py` are pure.
+"""

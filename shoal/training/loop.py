@@ -23,7 +23,7 @@ from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
-from shoal.tracing import Recording
+from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.evaluate import Evaluation, evaluate
