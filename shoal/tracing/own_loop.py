@@ -41,43 +41,52 @@ class OwnSteps:
         """What was recorded, on rank 0, when it is over."""
         self.missing: str | None = None
         """What is missing in it, if anything is."""
+        self.notes = Diary(notes_passes=True)
+        """What this rank noted so far."""
         self._title = title
-        self._diary = Diary(notes_passes=True)
         self._begun = self._updating = 0
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Record from here on."""
         if Transport.diary is not None:
             raise RunError("shoal.trace() is recording already.", "Leave the first one before the next begins.")
-        Transport.diary = self._diary
+        Transport.diary = self.notes
         self._handles = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
-        self._begin_step(1)
-        return self
+        self._begin_step(self.notes.step + 1)
+
+    def pause(self) -> None:
+        """Record no more; no collective."""
+        Transport.diary = None
+        for handle in self._handles:
+            handle.remove()
 
     def _begin_step(self, number: int) -> None:
-        self._diary.begin_step(number)
+        self.notes.begin_step(number)
         self._begun = now()
 
     def _before_update(self, *_: Any) -> None:
         self._updating = now()
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self._diary.note_pass("update", type(optimizer).__name__, self._updating)
-        self._diary.note_step(self._begun, now())
-        self._begin_step(self._diary.step + 1)
+        self.notes.note_pass("update", type(optimizer).__name__, self._updating)
+        self.notes.note_step(self._begun, now())
+        self._begin_step(self.notes.step + 1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        Transport.diary = None
-        for handle in self._handles:
-            handle.remove()
+        self.pause()
         if error is not None:  # others may not come here: nobody is waited for
             return
-        told = gathered(Transport(), self._diary, self._title, "rank {}".format)
+        told = gathered(Transport(), self.notes, self._title, "rank {}".format)
         if told is not None:
             trace, self.missing = told
             self.trace = trace.from_zero()
