@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,10 +43,13 @@ def net(*, input: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def settings(out: Path, **more: Any) -> TrainConfig:
-    """Twelve steps of some ten milliseconds each."""
-    common = {"model": f"{Path(__file__)}:net", "data": "synthetic", "input": (3, 48, 48), "classes": 4, "batch": 16}
-    more = {"model_options": {}, "epochs": 1, "log_every": 4, "threads": 1, "device": "cpu", "out": out, **more}
-    return TrainConfig(**common, **more)
+    """Twelve steps of an epoch, some ten milliseconds each; the data lie beside the folder."""
+    data = out.parent / "images.npz"
+    if not data.exists():
+        draws = np.random.default_rng(0)
+        np.savez(data, x=draws.integers(0, 256, (240, 48, 48), dtype=np.uint8), y=np.arange(240) % 4)
+    common = {"model": f"{Path(__file__)}:net", "data": f"npz:{data}", "batch": 16, "epochs": 1, "log_every": 4}
+    return TrainConfig(**{**common, "threads": 1, "device": "cpu", "out": out, **more})
 
 
 def train(config: TrainConfig) -> float:
