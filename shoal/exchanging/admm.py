@@ -27,6 +27,7 @@ from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.servers.reach import reach_shards
 from shoal.exchanging.servers.server import CONSENSUS, ShardClient
+from shoal.exchanging.servers.shard import copy_all
 from shoal.exchanging.servers.slices import Slice
 
 
@@ -93,11 +94,9 @@ class Admm(OwnWeights, Downpour):
     def step(self, rate: float | None) -> bool:
         self.tally.steps += 1
         self._count += 1
-        gradients = self.replica.gradients()
-        for gradient, weight, common, dual in zip(
-            gradients, self.replica.weights, self._common, self._duals, strict=True
-        ):
-            gradient.add_(dual).add_(weight, alpha=self._rho).sub_(common, alpha=self._rho)
+        if gradients := self.replica.gradients():
+            torch._foreach_add_(gradients, self._duals)
+            self._add_distance(gradients)
         self.replica.tell_gradients()
         self._own_step(rate)
         if self._count % self._period == 0:
@@ -107,15 +106,28 @@ class Admm(OwnWeights, Downpour):
     def _agree(self) -> None:
         """Update the multipliers, send, and receive the common solution."""
         weights = self.replica.weights
-        for dual, weight, common, message in zip(self._duals, weights, self._common, self._message, strict=True):
-            dual.add_(weight, alpha=self._rho).sub_(common, alpha=self._rho)
-            longest = self._limit * self._rho * weight.norm()
-            dual.mul_((longest / dual.norm().clamp_min(torch.finfo(dual.dtype).tiny)).clamp_max(1.0))
-            torch.add(weight, dual, alpha=1 / self._rho, out=message)
+        if weights:
+            self._add_distance(self._duals)
+            self._shorten_duals()
+            copy_all(self._message, weights)
+            torch._foreach_add_(self._message, self._duals, alpha=1 / self._rho)
         self._push_and_fetch(self._message, 1.0, into=self._common)
         self._fetch_count += 1
         if self._fetch_count % SPREAD_EVERY == 0:
             self.tally.spread = distance(weights, self._common)
+
+    def _add_distance(self, to: list[Tensor]) -> None:
+        """Add rho (x - z)."""
+        torch._foreach_add_(to, self.replica.weights, alpha=self._rho)
+        torch._foreach_sub_(to, self._common, alpha=self._rho)
+
+    def _shorten_duals(self) -> None:
+        """Bring multipliers that are longer than `dual_limit` allows down to that length."""
+        for dual, length, weight in zip(
+            self._duals, torch._foreach_norm(self._duals), torch._foreach_norm(self.replica.weights), strict=True
+        ):
+            longest = self._limit * self._rho * weight
+            dual.mul_((longest / length.clamp_min(torch.finfo(dual.dtype).tiny)).clamp_max(1.0))
 
     def _copy_now_and_then(self) -> list[Tensor] | None:
         """Nothing to measure here: what comes back does not replace this replica's weights (see `_agree`)."""
