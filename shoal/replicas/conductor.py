@@ -186,6 +186,8 @@ class Conductor:
                 self._effects.append(WritePlan(question.plan))
             case Traced():
                 self._effects.append(WriteTrace(replica))
+                if question.missing is not None:
+                    self._effects += self.warn(f"replica {replica}: {question.missing}")
             case Leaving() | AskTime():
                 pass
         return Decision(order, self._take_effects())

@@ -150,6 +150,12 @@ class Traced:
     """What a replica's ranks did in the steps that are recorded comes beside this, as the text of a trace's file."""
 
     word: ClassVar = "traced"
+    missing: str | None = None
+    """What people should know of it."""
+
+    def __post_init__(self) -> None:
+        if self.missing is not None and type(self.missing) is not str:
+            raise _wrong(self, "missing")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shoal.config import TrainConfig
-from shoal.errors import MessageError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.replicas.effects import (
     ForFiles,
@@ -84,10 +83,9 @@ class Recorder:
         """The traces of all replicas that sent theirs, as one: whoever is lost before that is left out."""
         try:
             self._traces[replica] = Trace.from_chrome(json.loads(text.numpy().tobytes()))
-        except ValueError as error:
-            raise MessageError(
-                f"replica {replica} sent a trace that cannot be read: {error}.", "This is a bug: please report it."
-            ) from None
+        except ValueError as error:  # no reason to end the run
+            self.log({"event": "warning", "text": f"the trace of replica {replica} cannot be read: {error}."})
+            return
         config = self._config
         title = f"{config.model}, {config.replicas} replicas, {self._about.exchange}, plan {config.plan}"
         whole = together((self._traces[number] for number in sorted(self._traces)), title)

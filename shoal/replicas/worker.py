@@ -196,8 +196,8 @@ class _Life:
         self._recording, self._number = recording, number
         self._taken = 0
         """Steps that it took."""
-        self._trace: Trace | None = None
-        """What was recorded and is not sent yet."""
+        self._recorded: tuple[Trace, str | None] | None = None
+        """What was recorded and is not sent yet, and what is missing in it."""
         self._job, self._exchange, self._seat, self._transport = job, exchange, seat, transport
         self._options, self._slow, self._stop, self._most = options, slow, stop, most
         self._stop_elsewhere = False
@@ -313,16 +313,16 @@ class _Life:
     def _end_recording(self) -> None:
         """Keep what was recorded until the conductor can be told."""
         if self._recording is not None:
-            told = self._recording.end(f"replica {self._number}", f"replica {self._number}, rank {{}}".format)
-            self._recording, self._trace = None, None if told is None else told[0]
+            name = f"replica {self._number}"
+            self._recorded = self._recording.end(name, lambda rank: f"{name}, rank {rank}")
+            self._recording = None
 
     def _send_trace(self) -> None:
         """Send what was recorded, on the conductor's clock. Not while a question waits for its answer."""
-        if self._trace is not None:
+        if self._recorded is not None:
+            (trace, missing), self._recorded = self._recorded, None
             ahead = ahead_of(self._ask_time) / 1e9
-            text = json.dumps(self._trace.earlier(ahead).to_chrome())
-            self._trace = None
-            self._tell(Traced(), [text.encode()])
+            self._tell(Traced(missing), [json.dumps(trace.earlier(ahead).to_chrome()).encode()])
 
     def _ask_time(self) -> tuple[int, str]:
         answer = read_order(self._seat.ask(question_head(AskTime())).head)

@@ -1,18 +1,16 @@
 """`shoal trace`: a table of recorded steps, Perfetto's page, and what is refused."""
 
 import json
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal.cli import trace as trace_command
 from shoal.timeline import Slice, Trace
-from shoal.transport.page import PageServer
 from tests.cli.conftest import Shoal
+from tests.tracing.pages import served
 
 TRACE = Trace(
     title="a net, plan data",
@@ -108,25 +106,14 @@ def test_trace_alone_is_ten_steps(shoal_here: Shoal) -> None:
     assert "trace: null" in shoal_here("train", "--print-config").stdout
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def test_a_page_is_for_this_machine_alone(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("the page")
-    with PageServer(tmp_path, {"localtrace": b"{}"}) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_a_page_is_for_this_machine_alone(served: str) -> None:
-    assert served.startswith("http://127.0.0.1:")
-    with urllib.request.urlopen(f"{served}/localtrace?x=1", timeout=30) as answer:
-        assert answer.read() == b"{}"
-    with urllib.request.urlopen(served, timeout=30) as answer:
-        assert answer.read() == b"the page"
-    strange = urllib.request.Request(served, headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(strange, timeout=30)
+    with served(tmp_path, {"localtrace": b"{}"}) as address:
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(f"{address}/localtrace?x=1", timeout=30) as answer:
+            assert answer.read() == b"{}"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert answer.read() == b"the page"
+        strange = urllib.request.Request(address, headers={"Host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(strange, timeout=30)

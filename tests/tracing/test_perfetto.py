@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from shoal.cli.trace import perfetto_page
 from shoal.timeline import Message, Slice, Trace
-from shoal.transport.page import PageServer
+from tests.tracing.pages import served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = [
@@ -69,14 +68,8 @@ def page() -> Iterator[Any]:
 @pytest.fixture
 def address() -> Iterator[str]:
     texts = {"localtrace": json.dumps(TRACE.to_chrome()).encode(), "file_info": b"{}", "vizviewer_info": b"{}"}
-    with PageServer(perfetto_page(Path("trace.json")), texts) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.address
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(perfetto_page(Path("trace.json")), texts) as address:
+        yield address
 
 
 def test_a_trace_opens_in_perfetto(page: Any, address: str) -> None:
