@@ -84,6 +84,8 @@ class Run:
                 if self._stops_early:
                     self._write(metrics, event="warning", text=progress.best.told())
                     break
+            if self._recording is not None:  # the run had fewer steps than were to be recorded
+                self._end_recording(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
             self._save_weights(self.folder.weights)
             if self._keeps_files:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.errors import ConfigError
 from shoal.running import train
 from shoal.timeline import Trace
 from tests.conftest import RunOnRanks
@@ -72,6 +73,15 @@ def test_recording_one_device_changes_nothing_and_shows_its_layers(tmp_path: Pat
     assert cases.layers(trace, "forward", 0) == {*cases.LAYERS, "relu", "pass"}
     assert cases.layers(trace, "backward", 0) == {*cases.LAYERS, "relu", "pass"}
     assert statistics.median(cases.covered(trace)) >= 0.95
+
+
+def test_steps_that_a_run_does_not_have(tmp_path: Path) -> None:
+    """What there is of them is recorded; where there is none the run is refused."""
+    cases.train(cases.settings(tmp_path / "some", trace="11-40"))
+    assert sorted(Trace.load(tmp_path / "some" / "trace.json").steps()) == [11, 12]
+    with pytest.raises(ConfigError, match="'13-40' begins after the last of the 12 steps"):
+        cases.train(cases.settings(tmp_path / "none", trace="13-40"))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("exchange", ["downpour", "local"])
