@@ -30,6 +30,8 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 NETWORK = LANES.index("network")
 """The first of its rows in a file; it may need several."""
 _MICRO = 1e6
+_FIRST = 1
+"""The number of a process's first thread: Perfetto takes 0 for one thread of all processes."""
 _DEEP = 100
 """Messages of one rank and label that are under way at a time, at most."""
 
@@ -188,12 +190,12 @@ def _events(trace: Trace, *, first: int) -> Iterator[dict[str, Any]]:
         shown = name if trace.origin == "measured" else f"{name} ({trace.origin})"
         yield _meta("process_name", first + rank, name=shown)
         yield _meta("process_sort_index", first + rank, sort_index=first + rank)
-        for lane in LANES:
-            yield _meta("thread_name", first + rank, LANES.index(lane), name=lane)
-            yield _meta("thread_sort_index", first + rank, LANES.index(lane), sort_index=LANES.index(lane))
+        for row, lane in enumerate(LANES):
+            yield _meta("thread_name", first + rank, row, name=lane)
+            yield _meta("thread_sort_index", first + rank, row, sort_index=row)
     placed = _placed(trace.slices)
     for rank, row in sorted({(piece.rank, row) for piece, row in placed if row > NETWORK}):
-        yield _meta("thread_name", first + rank, row, name=f"{LANES[NETWORK]} {row - NETWORK + 1}")
+        yield _meta("thread_name", first + rank, row, name=f"{LANES[NETWORK]} ({row - NETWORK + 1})")
         yield _meta("thread_sort_index", first + rank, row, sort_index=row)
     for piece, row in placed:
         start, end = _micro(piece.start), _micro(piece.end)
@@ -202,7 +204,7 @@ def _events(trace: Trace, *, first: int) -> Iterator[dict[str, Any]]:
             "name": piece.label if piece.kind == "step" else f"{piece.kind} {piece.label}".rstrip(),
             "cat": piece.kind,
             "pid": first + piece.rank,
-            "tid": row,
+            "tid": _FIRST + row,
             "ts": start,
             "dur": round(end - start, 3),
             "args": {"label": piece.label, "step": piece.step, "bytes": piece.bytes, "peers": list(piece.peers)},
@@ -218,7 +220,7 @@ def _events(trace: Trace, *, first: int) -> Iterator[dict[str, Any]]:
         ends = ({"ph": "s"}, message.src, message.sent), ({"ph": "f", "bp": "e"}, message.dst, message.received)
         for phase, rank, at in ends:
             row = row_at(rank, message.label, at)
-            yield {**phase, **common, "pid": first + rank, "tid": row, "ts": _micro(at)}
+            yield {**phase, **common, "pid": first + rank, "tid": _FIRST + row, "ts": _micro(at)}
 
 
 def _micro(seconds: float) -> float:
@@ -263,21 +265,21 @@ def _rows_of_messages(placed: list[tuple[Slice, int]]) -> Callable[[int, str, fl
     return row_at
 
 
-def _meta(kind: str, process: int, thread: int | None = None, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, **({} if thread is None else {"tid": thread}), "args": args}
+def _meta(kind: str, process: int, row: int | None = None, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, **({} if row is None else {"tid": _FIRST + row}), "args": args}
 
 
 def _slice(event: Mapping[str, Any]) -> Slice:
-    args, kind = event["args"], event["cat"]
-    if kind not in get_args(Kind):
-        raise ValueError(f"no slice is a {kind!r}")
+    args, kind, row = event["args"], event["cat"], event["tid"] - _FIRST
+    if kind not in get_args(Kind) or row < 0:
+        raise ValueError(f"no slice is a {kind!r} of thread {event['tid']}")
     return Slice(
         kind=kind,
         rank=event["pid"],
         label=args["label"],
         start=_seconds(event["ts"]),
         end=_seconds(event["ts"] + event["dur"]),
-        lane=LANES[min(event["tid"], NETWORK)],
+        lane=LANES[min(row, NETWORK)],
         step=args["step"],
         bytes=args["bytes"],
         peers=tuple(args.get("peers", ())),

@@ -55,7 +55,7 @@ def _predicting(command: Any) -> Any:
 @_predicting
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead.")
 def show(file: Path, predicted: bool, timings: Path | None, cluster: str | None, as_json: bool) -> None:
-    """Where the steps of each rank go, in mean seconds, and for whom others wait."""
+    """Where the steps of each rank go, in mean milliseconds, and for whom others wait."""
     measured = _load(file)
     tables = [measured]
     if predicted or timings or cluster:
@@ -185,7 +185,7 @@ def _show(shown: Trace, console: Console) -> None:
     steps = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) > 1 else f"step {', '.join(map(str, recorded))}"
     of_what = steps if shown.origin == "measured" else "one step"
     console.print(shown.title, markup=False, soft_wrap=True)
-    console.print(f"{shown.origin}, {of_what}; mean seconds of a step", markup=False)
+    console.print(f"{shown.origin}, {of_what}; mean milliseconds of a step", markup=False)
     used = {name: kinds for name, kinds in COLUMNS.items() if any(_of(each, kinds) for each in summaries)}
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", *used, "rest"):
@@ -202,7 +202,7 @@ def _of(summary: RankSummary, kinds: tuple[Kind, ...]) -> float:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds:.4f}"
+    return f"{seconds * 1e3:.2f}"
 
 
 def _who_was_late(summaries: tuple[RankSummary, ...]) -> str:

@@ -36,10 +36,10 @@ def test_a_table_says_where_steps_go(shoal_here: Shoal, tmp_path: Path) -> None:
     assert by_folder.stdout == by_file.stdout
     title, of_what, head, first, second, late = by_folder.stdout.splitlines()
     assert title == "a net, plan data"
-    assert of_what == "measured, step 6; mean seconds of a step"
+    assert of_what == "measured, step 6; mean milliseconds of a step"
     assert head.split() == ["rank", "step", "data", "forward", "wait", "rest"]
-    assert first.split() == ["rank", "0", "0.5000", "0.1000", "0.2000", "0.1000", "0.1000"]
-    assert second.split() == ["rank", "1", "0.5000", "0.0000", "0.5000", "0.0000", "0.0000"]
+    assert first.split() == ["rank", "0", "500.00", "100.00", "200.00", "100.00", "100.00"]
+    assert second.split() == ["rank", "1", "500.00", "0.00", "500.00", "0.00", "0.00"]
     assert late == "Waited for most: rank 1, 100.0 ms of the others' time in a step."
     assert all(len(line) <= 80 for line in by_folder.stdout.splitlines())
 

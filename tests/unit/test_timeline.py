@@ -76,7 +76,7 @@ def test_slices_of_one_row_do_not_overlap_on_the_network(trace: Trace) -> None:
     """Perfetto draws slices of one thread that cross as if one lay in the other."""
     rows: dict[tuple[int, int], float] = {}
     for event in trace.to_chrome()["traceEvents"]:
-        if event["ph"] == "X" and event["tid"] >= NETWORK:
+        if event["ph"] == "X" and event["tid"] > NETWORK:
             row = event["pid"], event["tid"]
             assert event["ts"] >= rows.get(row, 0.0)
             rows[row] = round(event["ts"] + event["dur"], 3)
@@ -160,6 +160,7 @@ def last_arrow() -> int:
         (changed("otherData", "ranks", to=["rank 0"]), "of no rank"),
         (changed("traceEvents", to=7), "fields of a trace"),
         (changed("traceEvents", first_slice(), "cat", to="sleep"), "no slice is a 'sleep'"),
+        (changed("traceEvents", first_slice(), "tid", to=0), "of thread 0"),
         (changed("traceEvents", first_slice(), "dur", to=-5.0), "ends before it begins"),
         (changed("traceEvents", first_slice(), "ts", to="soon"), "fields of a trace"),
         (changed("traceEvents", first_slice(), "pid", to=9), "of no rank"),
