@@ -141,7 +141,7 @@ def test_which_steps_are_recorded(given: object, steps: range) -> None:
 
 
 def test_a_short_run_is_recorded_as_far_as_it_goes() -> None:
-    config = TrainConfig(trace=10)
+    config = TrainConfig(trace="10")
     assert config.traced_steps(0, 12) == range(3, 13)
     assert config.traced_steps(0, 4) == range(1, 5)
     assert config.traced_steps(40, 100) == range(46, 56)
@@ -233,9 +233,12 @@ def test_a_loop_that_fails_waits_for_nobody_and_records_no_more() -> None:
 
 def test_threads_may_note_at_the_same_time() -> None:
     diary = Diary()
-    threads = [
-        threading.Thread(target=lambda: [diary.note("exchange", "push", now()) for _ in range(500)]) for _ in range(4)
-    ]
+
+    def push() -> None:
+        for _ in range(500):
+            diary.note("exchange", "push", now())
+
+    threads = [threading.Thread(target=push) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -52,8 +52,8 @@ def test_a_trace_of_two_ranks(plan: str, on_ranks: RunOnRanks, tmp_path: Path) -
 
 def test_recording_changes_nothing(on_ranks: RunOnRanks, tmp_path: Path) -> None:
     folders = tmp_path / "plain", tmp_path / "traced"
-    for folder, trace in zip(folders, (None, STEPS), strict=True):
-        on_ranks(2, cases.train, cases.settings(folder, workers=2, plan="spatial", trace=trace))
+    for folder, steps in zip(folders, (None, STEPS), strict=True):
+        on_ranks(2, cases.train, cases.settings(folder, workers=2, plan="spatial", trace=steps))
     plain, traced = folders
     assert lines(plain) == lines(traced)
     assert (plain / "model.safetensors").read_bytes() == (traced / "model.safetensors").read_bytes()
@@ -62,8 +62,8 @@ def test_recording_changes_nothing(on_ranks: RunOnRanks, tmp_path: Path) -> None
 
 def test_recording_one_device_changes_nothing_and_shows_its_layers(tmp_path: Path) -> None:
     folders = tmp_path / "plain", tmp_path / "traced"
-    for folder, trace in zip(folders, (None, "3-5"), strict=True):
-        cases.train(cases.settings(folder, trace=trace))
+    for folder, steps in zip(folders, (None, "3-5"), strict=True):
+        cases.train(cases.settings(folder, trace=steps))
     plain, traced = folders
     assert lines(plain) == lines(traced)
     assert (plain / "model.safetensors").read_bytes() == (traced / "model.safetensors").read_bytes()
