@@ -21,6 +21,7 @@ COMMANDS = {
     "export": ("shoal.cli.export:export", "Write a trained network as one file: safetensors, torch.export, ONNX."),
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
+    "trace": ("shoal.cli.trace:trace", "Look at recorded steps: who did what when, and who waited for whom."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
 

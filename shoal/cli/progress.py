@@ -159,6 +159,9 @@ class _Lines(Listener):
             table.add_row("  predicted", show_bytes(sent.predicted or 0))
         table.add_row("results", escape(str(folder.path)))
         self.console.print(table)
+        if folder.trace.exists():
+            self._print(f"trace of steps: {folder.trace}")
+            self._print(f"look at it with: shoal trace open {folder.path}  or: shoal trace show {folder.path}")
 
     def _print(self, line: str) -> None:
         """A whole line in a file, whole words on a screen."""

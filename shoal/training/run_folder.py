@@ -82,6 +82,11 @@ class RunFolder:
         return self.path / "inference.json"
 
     @property
+    def trace(self) -> Path:
+        """What all ranks did in the steps that `--trace` records."""
+        return self.path / "trace.json"
+
+    @property
     def weights(self) -> Path:
         """The trained parameters and buffers, with the text of `inference.json` as metadata."""
         return self.path / "model.safetensors"
