@@ -299,5 +299,6 @@ class Run:
             bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
+            step_seconds_predicted=network.predicted_seconds,
         )
         return result_of(config, self._about(), tested, measured)
