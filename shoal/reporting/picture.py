@@ -88,17 +88,17 @@ def picture(outline: Outline, *, title: str = "") -> str:
     _order(rows)
     width = _place(rows)
     by_edge = {(edge.source, edge.reader): edge.bytes for edge in outline.edges}
+    subtitle = (
+        f"{show_bytes(outline.row_bytes)} of rows travel between ranks in one step, beside sums of gradients and "
+        "statistics"
+    )
     tops = [HEAD + index * (BOX_HEIGHT + GAP_Y) for index in range(len(rows))]
-    width = max(width + 2 * MARGIN, _legend_width(kinds) + 2 * MARGIN, 9 * len(title) + 2 * MARGIN)
+    width = max(width + 2 * MARGIN, _legend_width(kinds) + 2 * MARGIN, 9 * len(title) + 2 * MARGIN, 6 * len(subtitle))
     height = HEAD + len(rows) * (BOX_HEIGHT + GAP_Y) - GAP_Y + MARGIN
     shift = (width - _extent(rows)) / 2
     for row in rows:
         for place in row:
             place.x += shift
-    subtitle = (
-        f"{show_bytes(outline.row_bytes)} of rows travel between ranks in one step, beside sums of gradients and "
-        "statistics"
-    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="Helvetica, Arial, sans-serif">',
