@@ -126,8 +126,8 @@ def _notes(study: Study) -> list[str]:
     stride = max((stride_of(max(len(e.run.steps), len(e.run.tests))) for e in study.runs), default=1)
     if stride > 1:
         notes.append(
-            f"Lines show at most {MOST_POINTS} points of a run: up to {stride} lines of metrics in a row make one, with "
-            "their mean loss; of tests every so-manyth is kept, and the last. metrics.jsonl of each run has all."
+            f"Lines show at most {MOST_POINTS} points of a run: up to {stride} lines of metrics in a row make one, "
+            "with their mean loss; of so many tests the last is kept. metrics.jsonl of each run has all."
         )
     longest = max((len(entry.run.trace.slices) for entry in study.runs if entry.run.trace is not None), default=0)
     if longest > MOST_SLICES:
@@ -136,7 +136,7 @@ def _notes(study: Study) -> list[str]:
 
 
 def write_page(study: Study, path: Path) -> Path:
-    """Write the page; it appears whole or not at all. Without the extra `report` an `InputError` says what to install."""
+    """Write the page, whole or not at all. Without the extra `report` an `InputError` says what to install."""
     write_text_atomically(path, render(study))
     return path
 

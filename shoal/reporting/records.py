@@ -213,7 +213,8 @@ def _label(run: RunRecord) -> str:
     result, settings = run.result, run.settings
     workers = result.workers if result else settings.get("workers", 1)
     replicas = result.replicas if result else settings.get("replicas", 1)
-    plan = str(result.plan if result else settings.get("plan", "data"))
+    plan = str(settings.get("plan") or (result.plan if result else "data"))  # `auto` by its name, whatever it chose
+    plan = Path(plan).stem if plan.endswith(".json") else plan
     exchange = result.exchange if result else settings.get("exchange")
     if exchange in (None, "none"):
         return plan if workers != 1 else "one worker"
