@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
     "reporting": {
         *("_version", "errors", "units", "files", "partition"),
-        *("plan", "result", "timeline", "comparison", "outline"),
+        *("result", "timeline", "comparison", "outline"),
     },
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}

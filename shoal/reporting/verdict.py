@@ -76,7 +76,7 @@ def reasons(study: Study) -> list[str]:
         return [] if alone.result is None else list(_facts(alone, alone.result))
     figures = figures_of(study)
     ranked = fastest_first(figures)
-    told = []
+    told: list[str] = []
     if len(ranked) > 1:
         told += _compared(study, ranked[0], ranked[1])
         ddp = next((each for each in ranked[2:] if each.name == DDP), None)

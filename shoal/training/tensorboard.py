@@ -44,17 +44,17 @@ class TensorBoardEvents(Listener):
     def started(self, about: About, folder: RunFolder) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only where it was asked for
 
-        self._writer = SummaryWriter(str(folder.events), purge_step=about.done or None)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder.events), purge_step=about.done or None)
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         if self._writer is None:
             return
         for name, tag in NAMES.get(metrics["event"], {}).items():
             if metrics.get(name) is not None:
-                self._writer.add_scalar(tag, metrics[name], metrics["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(tag, metrics[name], metrics["step"])
         if metrics["event"] == "warning":
-            self._writer.add_text("notes", metrics["text"])  # type: ignore[no-untyped-call]
+            self._writer.add_text("notes", metrics["text"])
 
     def ended(self) -> None:
         if self._writer is not None:
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()

@@ -1,6 +1,5 @@
 """The page as text: what it says is what the terminal prints, what it holds is what it shows, and no name is markup."""
 
-import csv
 import io
 import json
 import re
@@ -16,7 +15,7 @@ from shoal.cli.report import show
 from shoal.errors import InputError
 from shoal.reporting import read_study, report_of, write_report
 from shoal.reporting.datasets import MOST_POINTS
-from shoal.reporting.page import needed, to_csv
+from shoal.reporting.page import needed
 from shoal.reporting.summary import rows_of
 from tests.reporting.folders import result_of, write_comparison, write_run
 
@@ -101,13 +100,6 @@ def test_a_large_comparison_stays_small(tmp_path: Path) -> None:
         assert len(rows) <= MOST_POINTS
         assert rows[-1]["step"] == 2000
     assert "up to 9 lines of metrics in a row make one" in " ".join(report.notes)
-
-
-def test_rows_become_csv(tmp_path: Path) -> None:
-    rows = report_of(read_study([write_run(tmp_path / 'a "b", c')])).datasets["tests"]
-    read = list(csv.DictReader(io.StringIO(to_csv(rows))))
-    assert [row["run"] for row in read] == ['a "b", c'] * 6
-    assert [float(row["accuracy"]) for row in read] == [row["accuracy"] for row in rows]
 
 
 def test_what_is_missing_to_make_a_page_is_named() -> None:

@@ -69,7 +69,7 @@ def test_a_strategy_that_does_not_always_arrive_is_no_winner(tmp_path: Path) -> 
     ]
     slow = StudyRun("slow", read_run(write_run(tmp_path / "s", pace=10.0)))
     study = Study("x", (*fast, slow), target=0.9)
-    assert headline(study).startswith("slow reaches 90% in 3.0 s, the only strategy to get there")
+    assert headline(study).startswith("slow reaches 90% in 4.0 s, the only strategy to get there")
     assert "fast reaches 90% with 1 of 2 seeds." in reasons(study)
 
 
