@@ -30,6 +30,8 @@ PUBLIC = [
         "find_plan",
         "Cluster",
         "Timings",
+        "trace",
+        "Trace",
     ),
     *("zoo", "data", "errors"),
 ]
@@ -74,6 +76,7 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.evaluate",
         "import shoal.cli.predict",
         "import shoal.cli.export",
+        "import shoal.cli.trace",
     ],
 )
 def test_import_is_light(statement: str) -> None:
