@@ -184,7 +184,8 @@ def _show(shown: Trace, console: Console) -> None:
     recorded = sorted(step for step, slices in shown.steps().items() if any(piece.kind == "step" for piece in slices))
     steps = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) > 1 else f"step {', '.join(map(str, recorded))}"
     of_what = steps if shown.origin == "measured" else "one step"
-    console.print(f"{shown.title}: {shown.origin}, {of_what}, mean seconds of a step", markup=False, soft_wrap=True)
+    console.print(shown.title, markup=False, soft_wrap=True)
+    console.print(f"{shown.origin}, {of_what}; mean seconds of a step", markup=False)
     used = {name: kinds for name, kinds in COLUMNS.items() if any(_of(each, kinds) for each in summaries)}
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", *used, "rest"):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Recorder:
         """How long the metrics were when a replica took the weights that it saves, or had tested them."""
         self._traces: dict[int, Trace] = {}
         """What replicas recorded, on the conductor's clock."""
+        self._tracing = threading.Lock()
+        """Held while their common file is written: replicas may send at the same time."""
         self.result: RunResult | None = None
         """The result, once it is written."""
 
@@ -82,14 +85,15 @@ class Recorder:
     def _write_trace(self, replica: int, text: Tensor) -> None:
         """The traces of all replicas that sent theirs, as one: whoever is lost before that is left out."""
         try:
-            self._traces[replica] = Trace.from_chrome(json.loads(text.numpy().tobytes()))
+            trace = Trace.from_chrome(json.loads(text.numpy().tobytes()))
         except ValueError as error:  # no reason to end the run
             self.log({"event": "warning", "text": f"the trace of replica {replica} cannot be read: {error}."})
             return
         config = self._config
         title = f"{config.model}, {config.replicas} replicas, {self._about.exchange}, plan {config.plan}"
-        whole = together((self._traces[number] for number in sorted(self._traces)), title)
-        with self._folder.writing(self._folder.trace):
+        with self._tracing, self._folder.writing(self._folder.trace):
+            self._traces[replica] = trace
+            whole = together((self._traces[number] for number in sorted(self._traces)), title)
             whole.from_zero().save(self._folder.trace)
 
     def _write_text(self, path: Path, text: str) -> None:

@@ -34,8 +34,9 @@ def test_a_table_says_where_steps_go(shoal_here: Shoal, tmp_path: Path) -> None:
     by_folder, by_file = shoal_here("trace", "show", "run"), shoal_here("trace", "show", "run/trace.json")
     assert by_folder.returncode == 0
     assert by_folder.stdout == by_file.stdout
-    title, head, first, second, late = by_folder.stdout.splitlines()
-    assert title == "a net, plan data: measured, step 6, mean seconds of a step"
+    title, of_what, head, first, second, late = by_folder.stdout.splitlines()
+    assert title == "a net, plan data"
+    assert of_what == "measured, step 6; mean seconds of a step"
     assert head.split() == ["rank", "step", "data", "forward", "wait", "rest"]
     assert first.split() == ["rank", "0", "0.5000", "0.1000", "0.2000", "0.1000", "0.1000"]
     assert second.split() == ["rank", "1", "0.5000", "0.0000", "0.5000", "0.0000", "0.0000"]
