@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
-    "exchanging": {"errors", "exchanges", "traffic", "diary", "transport"},
+    "exchanging": {"errors", "exchanges", "traffic", "timeline", "diary", "transport"},
     "training": NOUNS
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
     | {"exchanging", "tracing"},
