@@ -4,7 +4,9 @@ Text from files is escaped: by Jinja in the page, by Vega in charts, and `<` in 
 """
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -24,7 +26,7 @@ from shoal.reporting.datasets import MOST_POINTS, MOST_SLICES, Dataset, datasets
 from shoal.reporting.figures import figures_of, target_of
 from shoal.reporting.picture import picture
 from shoal.reporting.plan_difference import PlanDifference, difference_of
-from shoal.reporting.records import Study
+from shoal.reporting.records import CONFIG, RunRecord, Study
 from shoal.reporting.summary import Row, StrategyTable, rows_of, table_of
 from shoal.units import show_bytes, show_seconds
 
@@ -135,12 +137,12 @@ def _notes(study: Study) -> list[str]:
 
 def write_page(study: Study, path: Path) -> Path:
     """Write the page, whole or not at all. Without the extra `report` an `InputError` says what to install."""
-    write_text_atomically(path, render(study))
+    write_text_atomically(path, render(study, path.parent))
     return path
 
 
-def render(study: Study) -> str:
-    """The page's text."""
+def render(study: Study, folder: Path) -> str:
+    """The page's text; `folder` is where it will lie, from which runs are named."""
     jinja2, charts = needed("jinja2"), needed("shoal.reporting.charts")
     report, figures = report_of(study), figures_of(study)
     drawn: list[ChartSpec] = charts.charts_of(study, figures, report.datasets)
@@ -159,6 +161,7 @@ def render(study: Study) -> str:
         plans=plans,
         differences=differences,
         runs=study.runs,
+        repeated=[_recipe_path(entry.run, folder) for entry in study.runs if entry.run.settings],
         recipe=_recipe(study),
         versions=_versions(study),
         version=__version__,
@@ -236,6 +239,11 @@ def _plans(study: Study) -> tuple[list[DrawnPlan], list[PlanDifference]]:
     return drawn, beside
 
 
+def _recipe_path(run: RunRecord, folder: Path) -> str:
+    """Of the run's settings, as one names it in `folder`."""
+    return shlex.quote(Path(os.path.relpath(run.folder / CONFIG, folder)).as_posix())
+
+
 def _recipe(study: Study) -> str:
     """The settings that all runs share, or of the one there is."""
     every = [entry.run.settings for entry in study.runs if entry.run.settings]
@@ -252,7 +260,7 @@ def _versions(study: Study) -> dict[str, str]:
     """Of libraries and machine; where runs differ, each value."""
     told: dict[str, list[str]] = {}
     for result in (entry.run.result for entry in study.runs if entry.run.result is not None):
-        about = {**result.versions, "device": result.device, "threads": str(result.threads), "data": result.origin}
+        about = {**result.versions, "device": result.device, "threads": str(result.threads)}
         for name, value in about.items():
             if value not in told.setdefault(name, []):
                 told[name].append(value)
