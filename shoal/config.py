@@ -234,6 +234,8 @@ class TrainConfig(Settings):
     """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has as TensorBoard's events too, into OUT/tensorboard; needs that package."""
     trace: Annotated[str | None, BeforeValidator(_trace)] = Field(
         default=None,
         description="Record what every worker does in some steps, as trace.json: so many after the first few, "

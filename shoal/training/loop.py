@@ -23,6 +23,7 @@ from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
+from shoal.tracing.predicted import predicted_trace
 from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
@@ -179,6 +180,9 @@ class Run:
             trace, missing = recorded
             with self.folder.writing(self.folder.trace):
                 trace.from_zero().save(self.folder.trace)
+            if self.job.network.price is not None:
+                with self.folder.writing(self.folder.predicted_trace):
+                    predicted_trace(self.job.network.price).save(self.folder.predicted_trace)
             if missing is not None:
                 self._write(metrics, event="warning", text=missing)
 
@@ -333,5 +337,6 @@ class Run:
             bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
+            step_seconds_predicted=None if network.price is None else network.price.seconds,
         )
         return result_of(config, self._about(), tested, measured)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import BatchPart
+from shoal.outline import Outline
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.exchanging import Replica
+    from shoal.planning.price import Price
 
 PartOf = Callable[[int], BatchPart]
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -45,6 +47,10 @@ class Network:
         self.plan, self._criterion = plan, criterion
         self.parameters = parameters
         """Of the whole network."""
+        self.outline: Outline | None = None
+        """The network under its plan, where it is cut, on rank 0."""
+        self.price: Price | None = None
+        """What a step is predicted to cost, where the cost model knows this network on this machine."""
 
     @property
     def plain(self) -> nn.Module | None:
