@@ -155,8 +155,9 @@ class _Lines(Listener):
         elif result.workers > 1:
             table.add_row("plan", _plan(result.plan, result.plan_in_words or ""))
             sent = result.bytes_per_step
-            table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
-            table.add_row("  predicted", show_bytes(sent.predicted or 0))
+            if sent.counted is not None:
+                table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
+                table.add_row("  predicted", show_bytes(sent.predicted or 0))
         table.add_row("results", escape(str(folder.path)))
         self.console.print(table)
 
@@ -178,7 +179,7 @@ def _add_exchange(table: Table, result: RunResult, exchanged: ExchangeReport) ->
     if dropped:
         table.add_row("dropped gradients", f"{dropped:,}")
     moved = result.bytes_per_step
-    where = "in shared memory" if exchanged.servers == "direct" else show_bytes(moved.counted)
+    where = "in shared memory" if exchanged.servers == "direct" else show_bytes(moved.counted or 0)
     table.add_row("exchanged per step", where)
     if moved.predicted is not None and exchanged.servers != "direct":
         table.add_row("  predicted", show_bytes(moved.predicted))

@@ -29,6 +29,8 @@ class Network:
     """
 
     rank, ranks = 0, 1
+    counts_bytes = True
+    """Whether all that it sends goes through our transport, where it is counted."""
 
     def __init__(self, module: nn.Module, plan: Plan, criterion: Criterion, parameters: int) -> None:
         self.module = module
