@@ -21,6 +21,8 @@ from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimiz
 from shoal.units import parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
+TORCH_STRATEGIES = ("ddp", "fsdp2", "post-local-sgd")
+"""Strategies of torch's own, which have the place of a plan over all workers."""
 
 
 def _split_sizes(value: object) -> object:
@@ -146,6 +148,11 @@ class TrainConfig(Settings):
     """A data set's name, folder:PATH, pairs:PATH, windows:PATH, npz:PATH, synthetic; default takes the first found."""
     batch: int = Field(default=64, gt=0)
     """Samples per step, over all workers together."""
+    plan: str = Field(
+        default="data",
+        description="How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is "
+        f"searched; {', '.join(TORCH_STRATEGIES)}: torch's own.",
+    )
     augment: str = ""
     """Random changes to training samples, such as flip,shift:4,crop:256."""
 
@@ -232,6 +239,8 @@ class TrainConfig(Settings):
         if not self.tells("workers"):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
+        if self.plan in TORCH_STRATEGIES:
+            self._check_torch_strategy()
         return self
 
     def optimizer_settings(self) -> OptimizerOptions:
@@ -300,6 +309,28 @@ class TrainConfig(Settings):
             raise ConfigError(f"slow: there is no rank {rank!r} among {self.workers} workers.", "Ranks count from 0.")
         if not isinstance(factor, int | float) or factor < 1:
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
+
+    def _check_torch_strategy(self) -> None:
+        """What torch's own strategies do not do."""
+        if self.exchange is not None or self.replicas > 1:
+            raise ConfigError(
+                f"plan = {self.plan!r} is a strategy of torch's own over all workers, without replicas and exchange.",
+                "Leave --replicas and --exchange out, or choose a plan of Shoal's, such as data.",
+            )
+        if self.tells("batch_norm") and self.batch_norm == "exact":
+            raise ConfigError(
+                f"batch_norm = 'exact' is not what {self.plan} does: each worker takes the statistics of its samples.",
+                "Leave --batch-norm out, or choose the plan data.",
+            )
+        refused = {"recompute": self.recompute}
+        if self.plan != "ddp":
+            refused |= {"ema": self.ema, "amp": self.amp == "fp16", "bucket_bytes": self.bucket_bytes}
+        for name, given in refused.items():
+            if given:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r} does not go with {self.plan}.",
+                    f"Leave --{name.replace('_', '-')} out, or choose the plan data.",
+                )
 
     def _check_steps(self, options: ExchangeOptions) -> None:
         """What is done around a step, where replicas exchange in its place."""
