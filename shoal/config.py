@@ -57,6 +57,16 @@ def _count(value: object) -> object:
     return cores() if value == "auto" else value
 
 
+def _split_names(value: Any) -> Any:
+    """`"data,owt"` from a command line, also given in parts, is the list `[data, owt]` of a script."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, tuple | list):
+        return tuple(part for given in value for part in (_split_names(given) if isinstance(given, str) else (given,)))
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 Workers = Annotated[
     int,
     BeforeValidator(_count),
@@ -399,6 +409,43 @@ class VerifyConfig(Settings):
     """Precision of both sides; float64 leaves a plan no rounding to hide behind."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest relative difference that passes; 1e-9 in float64 and 1e-3 in float32 unless given."""
+
+
+class CompareConfig(Checked):
+    """One comparison of strategies. What every run of it has in common are settings of `TrainConfig`."""
+
+    described_as = "a comparison"
+
+    plans: Names = Field(
+        default=(),
+        description="Plans with commas between, as in `shoal train --plan`; "
+        f"{', '.join(TORCH_STRATEGIES)}: torch's own, over all workers. data,auto,ddp unless given.",
+    )
+    exchanges: Names = Field(
+        default=(),
+        description="Exchanges with commas between: every plan with each of them, between replicas; none: over all "
+        "workers.",
+    )
+    workers: Annotated[int, BeforeValidator(_count), Field(gt=0)] | None = None
+    """Ranks of every run; auto is one per core. 2 unless given, or 4 for several plans with exchanges."""
+    replicas: int | None = Field(default=None, gt=1)
+    """Replicas of every run with an exchange; of one worker each for one plan, of two for several, unless given."""
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValidator(_split_names)] = Field(
+        default=(0,), min_length=1
+    )
+    """Seeds with commas between, such as 0,1,2: a run of each strategy for each."""
+    baseline: bool = True
+    """Also run one worker, beside which speedup and efficiency stand."""
+    target: float | None = Field(default=None, gt=0, lt=1)
+    """Test accuracy whose time is compared; the largest that all strategies reach unless given."""
+    rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_names)] = ()
+    """Learning rates with commas between: each strategy takes its best, by a short run with each."""
+    rate_epochs: int = Field(default=1, gt=0)
+    """Epochs of each such run, on a seed that is not compared."""
+    rounds: int = Field(default=10, ge=0)
+    """After the runs, steps of all strategies are timed in turns, in so many rounds; 0: not at all."""
+    out: Path | None = None
+    """Folder of the comparison, with a folder for every run; a new one under runs/ unless given."""
 
 
 class EvaluateConfig(Checked):

@@ -52,12 +52,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"exchanging"},
     "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
+    "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "verifying", "using"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -191,6 +191,12 @@ def enter_world(rank: int, size: int, table: Store, timeout: float, device: torc
     hear_nobody(opened)
 
 
+def neighbours(ranks: int) -> dist.ProcessGroup:
+    """This rank's group, where every `ranks` of the world, in order, are one. Collective of the world."""
+    group, _ = dist.new_subgroups(ranks)
+    return group
+
+
 def leave_world() -> None:
     """Wait for all ranks, and let torch forget the world; nothing, where the caller left it already."""
     if dist.is_initialized():
