@@ -289,7 +289,8 @@ class TrainConfig(Settings):
         if options is not None and self.replicas == 1:
             told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
         if not self.tells("batch") and self.batch != usual:
-            told.append(f"--batch {self.batch}, which {self.replicas} replicas can share equally, instead of {usual}.")
+            who = f"{self.replicas} replicas" if self.replicas > 1 else f"{self.workers} workers"
+            told.append(f"--batch {self.batch}, which {who} can share equally, instead of {usual}.")
         return told
 
     def _check_replicas(self) -> None:
@@ -332,6 +333,8 @@ class TrainConfig(Settings):
                 f"batch_norm = 'exact' is not what {self.plan} does: each worker takes the statistics of its samples.",
                 "Leave --batch-norm out, or choose the plan data.",
             )
+        self._share_batch(self.workers)
+        self.check_equal_shares()
         refused = {"recompute": self.recompute}
         if self.plan != "ddp":
             refused |= {"ema": self.ema, "amp": self.amp == "fp16", "bucket_bytes": self.bucket_bytes}
@@ -341,6 +344,14 @@ class TrainConfig(Settings):
                     f"{name} = {getattr(self, name)!r} does not go with {self.plan}.",
                     f"Leave --{name.replace('_', '-')} out, or choose the plan data.",
                 )
+
+    def check_equal_shares(self) -> None:
+        """A `ConfigError` where workers would have unequal shares, of which torch takes the plain mean."""
+        if self.batch % self.workers:
+            raise ConfigError(
+                f"batch = {self.batch} is not divided evenly by the {self.workers} workers of {self.plan}.",
+                "Give a --batch that is a multiple of --workers: torch takes the plain mean of the workers' gradients.",
+            )
 
     def _check_steps(self, options: ExchangeOptions) -> None:
         """What is done around a step, where replicas exchange in its place."""
@@ -358,13 +369,17 @@ class TrainConfig(Settings):
     def _check_batch(self, options: ExchangeOptions) -> None:
         options.check_replicas(self.replicas)
         parts = options.parts_of_batch(self.replicas)
-        if not self.tells("batch"):
-            self.__dict__["batch"] = max(1, round(self.batch / parts)) * parts
+        self._share_batch(parts)
         if self.batch % parts:
             raise ConfigError(
                 f"batch = {self.batch} is not divided evenly by {parts} replicas.",
                 "Give a --batch that is a multiple of them: each replica takes an equal share.",
             )
+
+    def _share_batch(self, parts: int) -> None:
+        """A batch that nobody gave is one that so many can share equally."""
+        if not self.tells("batch"):
+            self.__dict__["batch"] = max(1, round(self.batch / parts)) * parts
 
     def exchange_settings(self) -> ExchangeOptions | None:
         """The exchange between replicas; None for one replica without any."""

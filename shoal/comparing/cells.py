@@ -187,17 +187,19 @@ def _workers(request: Request) -> int:
 def _replicas(request: Request) -> int:
     """Of every run with an exchange."""
     workers, plans = _workers(request), _own_plans(request)
-    replicas = request.config.replicas or workers // (2 if len(plans) > 1 else 1)
-    if workers % max(replicas, 1) or replicas < 2:
+    each = 2 if len(plans) > 1 else 1  # on one worker all plans are the same
+    replicas = request.config.replicas or max(1, workers // each)
+    if workers % replicas:
         raise ConfigError(
-            f"{workers} workers cannot be {request.config.replicas or 'two or more'} replicas of equally many"
-            f"{' (two or more, for several plans)' if len(plans) > 1 else ''}.",
-            "Give a multiple of --replicas as --workers; for several plans with exchanges, at least 4.",
+            f"{workers} workers cannot be {replicas} replicas of equally many.",
+            "Give a multiple of --replicas as --workers.",
         )
-    if workers == replicas and len(plans) > 1:
+    if replicas < 2 or workers // replicas < each:
         raise ConfigError(
-            f"{replicas} replicas of {workers} workers have one each, on which {', '.join(plans)} are all the same.",
-            f"Give more --workers, such as {2 * replicas}, or one plan.",
+            f"{workers} workers are too few for two replicas"
+            + (f" of two each, which it takes for {', '.join(plans)} to differ." if each > 1 else "."),
+            f"Give --workers {2 * max(2, request.config.replicas or 2)}"
+            + (", or one plan." if each > 1 else ", or leave --exchanges out."),
         )
     return replicas
 

@@ -189,7 +189,7 @@ def load_whole(
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
     device = choose_device(config.device)
     if config.plan in TORCH_STRATEGIES:
-        _check_equal_shares(config)
+        config.check_equal_shares()
     else:
         planning.check(config.plan, config.workers)
     if own.data is not None:
@@ -211,15 +211,6 @@ def load_whole(
         initial.take_weights(model, config)
     _check_fit(model, config.model.removeprefix(PREFIX), splits, loader, own)
     return splits, loader, model
-
-
-def _check_equal_shares(config: TrainConfig) -> None:
-    """Of a batch, of which torch takes the plain mean over workers."""
-    if config.batch % config.workers:
-        raise ConfigError(
-            f"batch = {config.batch} is not divided evenly by the {config.workers} workers of {config.plan}.",
-            "Give a --batch that is a multiple of --workers: torch takes the plain mean of the workers' gradients.",
-        )
 
 
 def _check_precision(model: nn.Module, config: TrainConfig) -> None:
