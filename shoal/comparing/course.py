@@ -29,7 +29,7 @@ from shoal.comparing.timing import can_be_timed, time_in_turns
 from shoal.comparing.watcher import Watcher
 from shoal.comparison import FILE, Cell, Comparison
 from shoal.config import TORCH_STRATEGIES, CompareConfig, TrainConfig
-from shoal.errors import DivergedError, OutputError, RunError, ShoalError, StoppedError
+from shoal.errors import ConfigError, DivergedError, OutputError, ShoalError, StoppedError
 from shoal.machine import threads_each
 from shoal.plan import Plan
 from shoal.planning.strategies import AUTO
@@ -69,6 +69,12 @@ def resume(path: Path, watcher: Watcher) -> Comparison:
 
 def carry_out(request: Request, watcher: Watcher) -> Comparison:
     """What was asked, as far as it is not done."""
+    world = launching.surrounding()
+    if world is not None and world.size > 1:
+        raise ConfigError(
+            f"{world.origin} started {world.size} ranks, and a comparison starts the workers of its runs itself.",
+            f"Start `shoal compare` without {world.origin}, on one host.",
+        )
     made = strategies(request)
     _check_plans(made)
     between = _look(made[0].config)
@@ -237,41 +243,35 @@ class _Course:
     # Rates
 
     def _search_rates(self) -> None:
-        config = self._request.config
-        for strategy in self._strategies.values() if config.rates else ():
-            waiting = [cell for cell in self.comparison.cells if cell.strategy == strategy.name]
-            if not any(cell.state == "waiting" for cell in waiting):
+        waiting = {cell.strategy for cell in self.comparison.cells if cell.state == "waiting"}
+        for name in self._strategies if self._request.config.rates else ():
+            if name in waiting:
+                self._search_rate(self._strategies[name])
+
+    def _search_rate(self, strategy: Strategy) -> None:
+        """Let the runs of a strategy have the rate with which short ones are best; they fail where there is none."""
+        tried = dict(self.comparison.rates.get(strategy.name, {}))
+        for rate in self._request.config.rates:
+            if str(rate) in tried:
                 continue
-            tried = dict(self.comparison.rates.get(strategy.name, {}))
-            why = ""
-            for rate in config.rates:
-                if str(rate) in tried:
-                    continue
-                try:
-                    tried[str(rate)] = self._accuracy_at(strategy, rate)
-                except DivergedError:
-                    tried[str(rate)] = None
-                except RunError as error:
-                    why = _told(error)
-                    break
-                self._update(rates={**self.comparison.rates, strategy.name: tried})
-            good = {rate: accuracy for rate, accuracy in tried.items() if accuracy is not None}
-            if why or not good:
-                self._fail_all(strategy, why or f"with none of the rates {', '.join(tried)} the loss stayed finite")
-                continue
-            best = max(good, key=lambda rate: good[rate])
-            self._watcher.told(
-                f"{strategy.name} takes lr {best}, of "
-                + ", ".join(f"{rate}: {'diverged' if got is None else f'{got:.4f}'}" for rate, got in tried.items())
-            )
-            self._update(
-                cells=tuple(
-                    cell.model_copy(update={"settings": {**cell.settings, "lr": float(best)}})
-                    if cell.strategy == strategy.name
-                    else cell
-                    for cell in self.comparison.cells
-                )
-            )
+            try:
+                tried[str(rate)] = self._accuracy_at(strategy, rate)
+            except DivergedError:
+                tried[str(rate)] = None
+            except StoppedError:
+                raise
+            except Exception as error:  # its runs would fail as this one did
+                self._fail_all(strategy, _told(error))
+                return
+            self._update(rates={**self.comparison.rates, strategy.name: tried})
+        good = {rate: accuracy for rate, accuracy in tried.items() if accuracy is not None}
+        if not good:
+            self._fail_all(strategy, f"with none of the rates {', '.join(tried)} the loss stayed finite")
+            return
+        best = max(good, key=lambda rate: good[rate])
+        found = (f"{rate}: {'diverged' if got is None else f'{got:.4f}'}" for rate, got in tried.items())
+        self._watcher.told(f"{strategy.name} takes lr {best}, of {', '.join(found)}")
+        self._update(cells=tuple(_at_rate(cell, strategy.name, float(best)) for cell in self.comparison.cells))
 
     def _accuracy_at(self, strategy: Strategy, rate: float) -> float:
         """Of a short run on a seed that is not compared."""
@@ -322,6 +322,12 @@ class _Course:
                 else:
                     left_out[name] = why
         return entrants, left_out
+
+
+def _at_rate(cell: Cell, strategy: str, rate: float) -> Cell:
+    if cell.strategy != strategy:
+        return cell
+    return cell.model_copy(update={"settings": {**cell.settings, "lr": rate}})
 
 
 def _found(config: TrainConfig, stage: Callable[[str], None]) -> Plan:
