@@ -95,6 +95,7 @@ class _Side:
     options: ExchangeOptions | None
     after: Callable[[], None] = lambda: None
     """Until nothing of the turn is on its way."""
+    close: Callable[[], None] = lambda: None
 
     def turn(self, steps: int) -> Callable[[], None]:
         number = whole_periods(self.options, steps)
@@ -130,6 +131,8 @@ def _time_on_rank(configs: Mapping[str, TrainConfig], table: str, rounds: int) -
         turns = {name: side.turn(steps[name]) for name, side in sides.items()}
         taken = take_turns(turns, everyone, rounds=rounds, warm_up=0, progress=tell)
         everyone.gather_numbers([0.0])
+        for side in reversed(sides.values()):
+            side.close()
         return {
             name: [one / whole_periods(sides[name].options, steps[name]) for one in seconds]
             for name, seconds in taken.items()
@@ -169,7 +172,7 @@ def _side(job: Job | None, config: TrainConfig, world: World, stack: ExitStack) 
         return _Side(lambda: train_step(job, next_batches(), rate=rate), None, computed)
     set_rate(job, rate)
     loop = OwnLoop(job.network.module, job.optimizer, options.name, config.exchange_options, world)
-    stack.callback(loop.close)
+    stack.enter_context(loop)  # after an error it is left at once
 
     def step() -> None:
         backward(job, next_batches())
@@ -179,4 +182,4 @@ def _side(job: Job | None, config: TrainConfig, world: World, stack: ExitStack) 
         computed()
         loop.wait_until_sent()
 
-    return _Side(step, options, over)
+    return _Side(step, options, over, loop.close)
