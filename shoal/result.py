@@ -123,6 +123,8 @@ class RunResult(BaseModel):
     confusion: list[list[int]] | None = None
     """Of the last test: how often a class (row) was taken for another (column). Null with more than 100 classes."""
     step_seconds_median: float
+    step_seconds_predicted: float | None = None
+    """What the cost model said of the plan, where this network was profiled on this machine: `--plan auto` does."""
     samples_per_second: float
     """Training samples per second of training time, data loading included, tests excluded."""
     bytes_per_step: BytesPerStep

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference", "optimizers", "timeline", "comparison"),
+    *("exchanges", "inference", "optimizers", "timeline", "comparison", "outline"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -34,11 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     "traffic": set(),
     "timeline": {"errors", "files"},
     "comparison": {"errors", "files"},
+    "outline": {"errors", "files", "partition"},
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
-    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
+    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
+    | {"outline", "traffic"},
     "transport": {"errors", "traffic"},
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},

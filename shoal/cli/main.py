@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": ("shoal.cli.evaluate:evaluate", "Test a trained network, on its own or other data, under any plan."),
     "predict": ("shoal.cli.predict:predict", "Predict images with a trained network: classes and scores, or masks."),
     "export": ("shoal.cli.export:export", "Write a trained network as one file: safetensors, torch.export, ONNX."),
+    "report": ("shoal.cli.report:report", "Make one page of a run, of a comparison, or of several runs."),
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),

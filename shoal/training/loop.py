@@ -308,5 +308,6 @@ class Run:
             else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
+            step_seconds_predicted=network.predicted_seconds,
         )
         return result_of(config, self._about(), tested, measured)

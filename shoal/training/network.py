@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import BatchPart
+from shoal.outline import Outline
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.transport import Transport
@@ -42,6 +43,10 @@ class Network:
         self.plan, self._criterion = plan, criterion
         self.parameters = parameters
         """Of the whole network."""
+        self.outline: Outline | None = None
+        """The network under its plan, where it is cut, on rank 0."""
+        self.predicted_seconds: float | None = None
+        """Of a step, where the cost model knows this network on this machine."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of this rank's part of a batch, for `backward`. Collective."""

@@ -56,6 +56,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def outline(self) -> Path:
+        """The network under its plan, stage by stage, where it is cut over several workers."""
+        return self.path / "outline.json"
+
+    @property
     def checkpoint(self) -> Path:
         """All that is needed to go on."""
         return self.path / "checkpoint.pt"
