@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"exchanging"},
     "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
-    "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running"},
+    "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},

@@ -11,7 +11,7 @@ from typing import Any
 
 import shoal
 from benchmarks.exchange_accuracy.studies import Row
-from shoal.comparing.summary import Finished, finished
+from shoal.reporting.records import RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _run(row: Row, options: Sequence[str], seed: int) -> Outcome:
         (cell,) = shoal.compare(recipes, seeds=(seed,), baseline=False, rounds=0, out=out).cells
         if cell.why is not None and "the loss" not in cell.why:
             raise RunFailedError(f"{' '.join(options)}\n{cell.why}")
-        measured = {} if cell.why is not None else _measured(finished(out / cell.folder))
+        measured = {} if cell.why is not None else _measured(read_run(out / cell.folder))
     return Outcome(
         row=row.name,
         exchange=row.exchange,
@@ -117,14 +117,15 @@ def _settings(options: Sequence[str]) -> dict[str, str | int]:
     return {"eval_steps": NEVER, **given}
 
 
-def _measured(run: Finished) -> dict[str, Any]:
+def _measured(run: RunRecord) -> dict[str, Any]:
     """The numbers of an `Outcome`, from what a run left in its folder."""
     result = run.result
+    assert result is not None
     replicas = [] if result.exchanged is None else list(result.exchanged.replicas.values())
     return {
         "accuracy": result.test_accuracy,
         "samples_per_second": result.samples_per_second,
-        "tests": run.tests,
+        "tests": [(test.seconds, test.accuracy) for test in run.tests],
         "staleness_mean": None if result.staleness is None else result.staleness.mean,
         "staleness_max": 0 if result.staleness is None else result.staleness.max,
         **{

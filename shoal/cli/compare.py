@@ -1,11 +1,11 @@
 """`shoal compare`: one network under several strategies; a live table, and a summary for people."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic import BaseModel, create_model
+from rich.console import Console
 
 from shoal.cli.options import given, options_of
 from shoal.config import CompareConfig, TrainConfig, read_recipe
@@ -56,11 +56,12 @@ def compare(recipes: tuple[Path, ...], resume: Path | None, as_json: bool, **opt
         click.echo("loading the network and its data ...")
     # torch loads here and not before: a wrong option is answered at once
     load_ahead(config.workers or 2, None)
-    from shoal.cli.compare_table import table_of, watcher_for_people
+    from shoal.cli.compare_table import watcher_for_people
+    from shoal.cli.report import show
     from shoal.comparing.cells import Request
     from shoal.comparing.course import carry_out
     from shoal.comparing.course import resume as go_on
-    from shoal.comparing.summary import summarize
+    from shoal.reporting import read_study, report_of
 
     watcher = watcher_for_people(quiet=as_json)
     if resume is not None:
@@ -69,11 +70,15 @@ def compare(recipes: tuple[Path, ...], resume: Path | None, as_json: bool, **opt
         train = {name: value for name, value in told.items() if name not in own}
         comparison = carry_out(Request(config, train, named), watcher)
     assert watcher.folder is not None
-    summary = summarize(comparison, watcher.folder)
+    said = report_of(read_study([watcher.folder]))
     if as_json:
-        click.echo(json.dumps({"folder": str(watcher.folder), "command": comparison.command, **summary.to_dict()}))
+        click.echo(said.to_json())
     else:
-        table_of(summary, watcher.folder)
+        console = Console(highlight=False)
+        show(said, console)
+        for where in (watcher.folder, watcher.page):
+            if where is not None:
+                console.print(f"wrote {where}", markup=False, soft_wrap=True)
     failed = [cell for cell in comparison.cells if cell.state == "failed"]
     if failed:
         raise RunsFailedError(

@@ -1,4 +1,4 @@
-"""How a comparison shows itself: a table that grows on a terminal, plain lines elsewhere, and a summary at the end."""
+"""How a comparison shows itself while it goes on: a table that grows on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shoal.comparing.summary import Finished, Summary, finished
 from shoal.comparing.watcher import Watcher
 from shoal.comparison import Cell, Comparison
+from shoal.reporting.figures import first_reached
+from shoal.reporting.records import RunRecord, read_run
 from shoal.units import show_seconds
 
 LINE_SECONDS = 10.0
@@ -33,13 +34,18 @@ def watcher_for_people(*, quiet: bool) -> "Folder":
 
 
 class Folder(Watcher):
-    """Remembers where the comparison lies."""
+    """Remembers where the comparison and its page lie."""
 
     folder: Path | None = None
+    page: Path | None = None
 
     def began(self, comparison: Comparison, folder: Path) -> None:  # noqa: ARG002  (for those that show it)
         """Note the folder."""
         self.folder = folder
+
+    def wrote(self, page: Path) -> None:
+        """Note the page."""
+        self.page = page
 
 
 class _Lines(Folder):
@@ -73,7 +79,8 @@ class _Lines(Folder):
             self._print(f"{_name(cell)}: FAILED: {cell.why}")
             return
         assert self.folder is not None
-        result = finished(self.folder / cell.folder).result
+        result = read_run(self.folder / cell.folder).result
+        assert result is not None
         self._print(
             f"{_name(cell)}: test accuracy {result.test_accuracy:.4f}, {result.samples_per_second:,.0f} samples/s"
         )
@@ -95,13 +102,13 @@ class _Growing(Folder):
         self._comparison: Comparison | None = None
         self._now: dict[str, dict[str, Any]] = {}
         """What a run under way said last, by its folder."""
-        self._done: dict[str, Finished] = {}
+        self._done: dict[str, RunRecord] = {}
         self._stage = ""
 
     def began(self, comparison: Comparison, folder: Path) -> None:
         super().began(comparison, folder)
         self._comparison = comparison
-        self._done = {cell.folder: finished(folder / cell.folder) for cell in comparison.cells if cell.state == "done"}
+        self._done = {cell.folder: read_run(folder / cell.folder) for cell in comparison.cells if cell.state == "done"}
         self.console.print(f"{len(comparison.cells)} runs; results: {folder}", markup=False)
         self._live.start()
 
@@ -125,7 +132,7 @@ class _Growing(Folder):
         self._comparison = comparison
         if cell.state == "done":
             assert self.folder is not None
-            self._done[cell.folder] = finished(self.folder / cell.folder)
+            self._done[cell.folder] = read_run(self.folder / cell.folder)
 
     def told(self, text: str) -> None:
         self.console.print(f"note: {text}", markup=False)
@@ -143,10 +150,11 @@ class _Growing(Folder):
         return Group(table, Text(self._stage[:WIDTH]))
 
     def _cells(self, cell: Cell, comparison: Comparison) -> tuple[str, ...]:
-        if (done := self._done.get(cell.folder)) is not None:
-            target = comparison.target
-            reached = "" if target is None else _seconds(done.seconds_to(target))
-            result = done.result
+        done = self._done.get(cell.folder)
+        if done is not None and (result := done.result) is not None:
+            test = first_reached(done, comparison.target)
+            missed = "" if comparison.target is None else "never"
+            reached = missed if test is None else show_seconds(test.seconds)
             return "done", f"{result.test_accuracy:.4f}", reached, f"{result.samples_per_second:,.0f}"
         if cell.state == "failed":
             return "FAILED", "", "", ""
@@ -162,33 +170,8 @@ class _Growing(Folder):
         )
 
 
-def table_of(summary: Summary, folder: Path) -> None:
-    """Print what a comparison found, strategy by strategy, in 80 columns."""
-    console = Console(highlight=False)
-    target = "target" if summary.target is None else f"{summary.target:.4g}"
-    table = _table("strategy", "accuracy", f"to {target}", "samples/s", "speedup", "step")
-    for row in summary.rows:
-        if not row.done:
-            table.add_row(_short(row.strategy), "FAILED" if row.failed else "")
-            continue
-        spread = "" if row.done == 1 or row.accuracy_spread is None else f" ±{row.accuracy_spread / 2:.3f}"
-        table.add_row(
-            _short(row.strategy),
-            f"{row.accuracy:.4f}{spread}",
-            _seconds(row.seconds_to_target),
-            f"{row.samples_per_second:,.0f}",
-            "" if row.speedup is None else f"{row.speedup:.2f}",
-            "" if row.step_seconds is None else show_seconds(row.step_seconds),
-        )
-    console.print(table)
-    if summary.target is not None and summary.first is not None:
-        seconds = _seconds(summary.first.seconds_to_target)
-        console.print(f"first at {summary.target:.4g}: {summary.first.strategy}, {seconds} of training", markup=False)
-    console.print(f"results: {folder}", markup=False, soft_wrap=True)
-
-
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, width=None)
+    table = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
@@ -200,7 +183,3 @@ def _name(cell: Cell) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "never" if seconds is None else show_seconds(seconds)

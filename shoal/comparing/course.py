@@ -24,15 +24,15 @@ from shoal.comparing.cells import (
     steps_between_tests,
     strategies,
 )
-from shoal.comparing.summary import finished
 from shoal.comparing.timing import can_be_timed, time_in_turns
 from shoal.comparing.watcher import Watcher
 from shoal.comparison import FILE, Cell, Comparison
 from shoal.config import TORCH_STRATEGIES, CompareConfig, TrainConfig
-from shoal.errors import ConfigError, DivergedError, OutputError, ShoalError, StoppedError
+from shoal.errors import ConfigError, DivergedError, InputError, OutputError, ShoalError, StoppedError
 from shoal.machine import threads_each
 from shoal.plan import Plan
 from shoal.planning.strategies import AUTO
+from shoal.reporting import read_run, write_report
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole, prepare
 from shoal.training.run_folder import RunFolder
@@ -166,7 +166,15 @@ class _Course:
                 f"stopped after {done} of {len(self.comparison.cells)} runs. All files are whole.",
                 f"Go on with: shoal compare --resume {self._path}",
             ) from error
+        self._write_page()
         return self.comparison
+
+    def _write_page(self) -> None:
+        self._watcher.stage("making the page")
+        try:
+            self._watcher.wrote(write_report(self._path))
+        except InputError as error:  # what the runs did is there all the same
+            self._watcher.told(f"no page was made: {error.problem} {error.remedy}")
 
     def _update(self, **changes: Any) -> None:
         self.comparison = self.comparison.model_copy(update=changes)
@@ -281,7 +289,9 @@ class _Course:
             short = {"lr": rate, "epochs": self._request.config.rate_epochs, "seed": RATE_SEED}
             config = TrainConfig.parse({**strategy.settings, **short})
             runs.carry_out(self._placed(config, path), lambda _: None, lambda *_: None)
-        return finished(path).result.test_accuracy
+        result = read_run(path).result
+        assert result is not None
+        return result.test_accuracy
 
     # Steps in turns
 

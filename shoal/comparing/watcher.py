@@ -28,6 +28,9 @@ class Watcher:
     def run_ended(self, cell: Cell, comparison: Comparison) -> None:
         """The run is done, or has failed: the cell's state says which."""
 
+    def wrote(self, page: Path) -> None:
+        """The page of the comparison is made."""
+
     def told(self, text: str) -> None:
         """Something that people should know."""
 

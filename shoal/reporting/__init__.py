@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.reporting.page import PAGE, Report, report_of, write_page
-from shoal.reporting.records import Study, read_study
+from shoal.reporting.records import Study, read_run, read_study
 
-__all__ = ["Report", "Study", "read_study", "report_of", "write_page", "write_report"]
+__all__ = ["Report", "Study", "read_run", "read_study", "report_of", "write_page", "write_report"]
 
 
 def write_report(folder: Path | Sequence[Path], out: Path | None = None) -> Path:
