@@ -337,9 +337,10 @@ class TrainConfig(Settings):
         self.check_equal_shares()
         refused = {"recompute": self.recompute}
         if self.plan != "ddp":
-            refused |= {"ema": self.ema, "amp": self.amp == "fp16", "bucket_bytes": self.bucket_bytes}
-        for name, given in refused.items():
-            if given:
+            refused["ema"], refused["amp"] = self.ema is not None, self.amp == "fp16"
+            refused["bucket_bytes"] = self.bucket_bytes is not None
+        for name, asked in refused.items():
+            if asked:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r} does not go with {self.plan}.",
                     f"Leave --{name.replace('_', '-')} out, or choose the plan data.",

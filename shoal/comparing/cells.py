@@ -218,8 +218,9 @@ def _named(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
             if exchange == NONE:
                 yield label, {"plan": plan, "workers": workers}
                 continue
-            own = {"workers": workers, "replicas": _replicas(request), "exchange": exchange}
-            inside = own["workers"] > own["replicas"]
+            replicas = _replicas(request)
+            own = {"workers": workers, "replicas": replicas, "exchange": exchange}
+            inside = workers > replicas
             yield f"{label} + {exchange}" if inside else exchange, {**own, **({"plan": plan} if inside else {})}
     yield from ((name, dict(settings)) for name, settings in request.recipes.items())
 
@@ -237,7 +238,7 @@ def _common_batch(request: Request, named: Mapping[str, Mapping[str, Any]]) -> i
             parts.append(options.parts_of_batch(config.replicas))
         elif config.plan in TORCH_STRATEGIES:
             parts.append(config.workers)
-    multiple, usual = math.lcm(*parts), TrainConfig.model_fields["batch"].default
+    multiple, usual = math.lcm(*parts), int(TrainConfig.model_fields["batch"].default)
     return max(1, round(usual / multiple)) * multiple
 
 

@@ -187,7 +187,7 @@ class Replicated(TorchNetwork):
     ) -> None:
         super().__init__(model, config, transport, shapes, criterion, build, count_parameters(model))
         device = next(model.parameters()).device
-        buckets = {} if config.bucket_bytes is None else {"bucket_cap_mb": config.bucket_bytes / 2**20}
+        buckets: dict[str, Any] = {} if config.bucket_bytes is None else {"bucket_cap_mb": config.bucket_bytes / 2**20}
         self._ddp = DistributedDataParallel(
             model, device_ids=None if device.type == "cpu" else [device.index], **buckets
         )
@@ -218,7 +218,8 @@ class PostLocal(Replicated):
     ) -> None:
         super().__init__(model, config, transport, shapes, criterion, build)
         self._accumulate = config.accumulate
-        self._hook_state = PostLocalSGDState(None, None, warm_up, post_local_gradient_allreduce=False)
+        own_steps = {"post_local_gradient_allreduce": False}
+        self._hook_state = PostLocalSGDState(None, None, warm_up, **own_steps)  # type: ignore[no-untyped-call]
         self._ddp.register_comm_hook(self._hook_state, post_localSGD_hook)
         self._averager = PeriodicModelAverager(PERIOD, warmup_steps=warm_up)
 

@@ -193,8 +193,8 @@ def enter_world(rank: int, size: int, table: Store, timeout: float, device: torc
 
 def neighbours(ranks: int) -> dist.ProcessGroup:
     """This rank's group, where every `ranks` of the world, in order, are one. Collective of the world."""
-    group, _ = dist.new_subgroups(ranks)
-    return group
+    made: tuple[dist.ProcessGroup, list[dist.ProcessGroup]] = dist.new_subgroups(ranks)  # type: ignore[no-untyped-call]
+    return made[0]
 
 
 def leave_world() -> None:

@@ -11,19 +11,24 @@ from shoal.comparison import Comparison
 from tests.cli.commands import begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of, stop_during_training
-from tests.cli.test_workers import WITHOUT_DROPOUT, losses
+from tests.cli.test_workers import losses
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
     pytest.mark.timeout(400),
 ]
 
+MINE = (
+    "from torch import nn\n"
+    "def net(classes):\n"
+    "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, classes))\n"
+)
 NET = ["--model", "mine:net", "--batch", "8", "--log-every", "3"]
 FOR_NO_LAYER = {"schema": "shoal.plan/1", "name": "mine", "ranks": 2, "layers": {"nothing": "n2"}}
 
 
 def test_strategies_beside_each_other_and_one_that_fails(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "for_no_layer.json").write_text(json.dumps(FOR_NO_LAYER))
     (tmp_path / "broken.yaml").write_text("workers: 2\nplan: ./for_no_layer.json\n")
     command = ["compare", "broken.yaml", "--plans", "data,ddp,fsdp2", "--exchanges", "none,downpour", "--rounds", "2"]
@@ -71,9 +76,9 @@ def test_strategies_beside_each_other_and_one_that_fails(shoal: Shoal, tiny: str
 
 
 def test_a_comparison_that_is_stopped_goes_on(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    (tmp_path / "mine.py").write_text(MINE)
     command = ["compare", "--plans", "ddp,data", "--no-baseline", "--data", tiny, *NET, "--workers", "2"]
-    command += ["--epochs", "60", "--eval-steps", "300", "--eval-every", "60", "--rounds", "0", "--out", "all"]
+    command += ["--epochs", "40", "--eval-steps", "300", "--eval-every", "40", "--rounds", "0", "--out", "all"]
     process = begin(tmp_path, "shoal", *command)
     try:
         stop_during_training(process, tmp_path / "all" / "ddp-seed0" / "metrics.jsonl", signal.SIGINT)
@@ -93,11 +98,11 @@ def test_a_comparison_that_is_stopped_goes_on(shoal: Shoal, tiny: str, tmp_path:
     after = losses(tmp_path / "all" / "ddp-seed0")
     assert after[: len(before)] == before
     assert len(after) == len(losses(tmp_path / "all" / "data-seed0"))
-    assert result_of(tmp_path / "all" / "ddp-seed0")["samples"] == 60 * 80
+    assert result_of(tmp_path / "all" / "ddp-seed0")["samples"] == 40 * 80
 
 
 def test_each_strategy_takes_its_best_rate(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    (tmp_path / "mine.py").write_text(MINE)
     command = ["compare", "--plans", "data", "--no-baseline", "--workers", "1", "--rates", "1e20,0.05"]
     run = shoal(*command, "--data", tiny, *NET, "--epochs", "1", "--out", "all")
     assert run.returncode == 0, run.stderr
