@@ -232,6 +232,8 @@ class TrainConfig(Settings):
     """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has as TensorBoard's events too, into OUT/tensorboard; needs that package."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -58,9 +58,13 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
+    "reporting": {
+        *("_version", "errors", "units", "files", "partition"),
+        *("result", "timeline", "comparison", "outline"),
+    },
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "comparing", "verifying", "using"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using", "lowering", "reporting"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -1,5 +1,6 @@
 """`shoal report`: one page of runs, and its numbers for the terminal and for programs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,9 +12,10 @@ from shoal.cli.verify import Announcer
 from shoal.errors import OutputError
 from shoal.reporting import Report, read_study, report_of, write_page
 from shoal.reporting.page import PAGE
+from shoal.reporting.summary import Row, StrategyTable
 
-NARROW = 80
-"""A table has at most so many columns of a screen."""
+SCREEN, NAMES = 80, 24
+"""Columns of a screen, and those that a strategy's name may take."""
 
 
 @click.command()
@@ -37,7 +39,8 @@ def report(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     try:
         write_page(study, path)
     except OSError as error:
-        raise OutputError(f"{str(path)!r} cannot be written: {error.strerror or error}.", "Name a file with --out.") from None
+        problem = f"{str(path)!r} cannot be written: {error.strerror or error}."
+        raise OutputError(problem, "Name a file with --out.") from None
     finally:
         making("")
     console = Console(highlight=False)
@@ -48,17 +51,32 @@ def report(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
 def show(said: Report, console: Console) -> None:
     """The page's headline and its numbers, on at most 80 columns."""
     console.print(said.headline, markup=False, soft_wrap=not console.is_terminal)
-    table = Table(box=None, pad_edge=False, show_header=said.table is not None)
-    if said.table is None:
-        for row in said.rows:
-            table.add_row(escape(f"  {row.label}" if row.under else row.label), escape(row.value))
-    else:
-        table.add_column("strategy", overflow="ellipsis", no_wrap=True, max_width=24)
-        for heading in said.table.headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for name, entries in said.table.rows:
-            table.add_row(escape(name), *(entry.value for entry in entries))
+    table = _rows(said.rows) if said.table is None else _strategies(said.table)
     if table.row_count:
         console.print(table, soft_wrap=False)
     for note in said.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=not console.is_terminal)
+
+
+def _rows(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(escape(f"  {row.label}" if row.under else row.label), escape(row.value))
+    return table
+
+
+def _strategies(strategies: StrategyTable) -> Table:
+    """As many columns as fit, from the first on; the page has all of them, and the ranges."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("strategy", overflow="ellipsis", no_wrap=True, max_width=NAMES)
+    room = SCREEN - min(NAMES, max(len(name) for name, _ in strategies.rows))
+    shown = 0
+    for number, heading in enumerate(strategies.headings):
+        room -= 2 + max(len(heading), *(len(entries[number].value) for _, entries in strategies.rows))
+        if room < 0:
+            break
+        table.add_column(heading, justify="right", no_wrap=True)
+        shown += 1
+    for name, entries in strategies.rows:
+        table.add_row(escape(name), *(entry.value for entry in entries[:shown]))
+    return table

@@ -71,7 +71,7 @@ def charts_of(study: Study, figures: Sequence[Figures], datasets: Mapping[str, D
         *_curves(study, figures, datasets, look),
         *_speeds(study, figures, datasets, look),
         *_costs(figures, datasets, look),
-        *_timelines(study, datasets),
+        *_timelines(datasets),
         *_between_replicas(study, datasets, look),
         *_classes(datasets),
         *_rates(datasets, look),
@@ -202,25 +202,27 @@ def _speeds(
         "A dot for each round, in which every strategy took its turn; the line is the median.", "step_times",
         _dots(datasets.get("step_times", []), look),
     )  # fmt: skip
+    ends = "samples_per_second_least", "samples_per_second_most"
+    pace = _ranged_bars("strategies", datasets["strategies"], "samples_per_second", "samples/s", look, ",.0f", ends)
     yield ChartSpec(
         "throughput", "speed", headings.throughput(figures),
         "Training samples per second, data loading included, tests excluded; the line is the range over seeds.",
-        "strategies", _ranged_bars("strategies", datasets["strategies"], "samples_per_second", "samples/s", look, ",.0f",
-                                   ("samples_per_second_least", "samples_per_second_most")),
+        "strategies", pace,
     )  # fmt: skip
-    if len(datasets.get("scaling", ())) > 1:
-        beside = datasets["scaling"][0]["beside"]
+    scaling = datasets.get("scaling", [])
+    if len(scaling) > 1:
+        beside = scaling[0]["beside"]
+        title = f"times as fast as {beside}"
         yield ChartSpec(
-            "speedup", "speed", headings.speedup(datasets["scaling"]),
+            "speedup", "speed", headings.speedup(scaling),
             f"Samples per second beside {beside}; the line is the range over seeds.", "scaling",
-            _ranged_bars("scaling", datasets["scaling"], "speedup", f"times as fast as {beside}", look, ".2f", ("least", "most")),
+            _ranged_bars("scaling", scaling, "speedup", title, look, ".2f", ("least", "most")),
         )  # fmt: skip
         workers = {each.workers for each in figures if each.workers is not None}
         if len(workers) > 1:
             yield ChartSpec(
-                "efficiency", "speed", headings.efficiency(datasets["scaling"]),
-                "Speedup by how many times as many workers.", "scaling",
-                _ranged_bars("scaling", datasets["scaling"], "efficiency", "efficiency", look, ".0%"),
+                "efficiency", "speed", headings.efficiency(scaling), "Speedup by how many times as many workers.",
+                "scaling", _ranged_bars("scaling", scaling, "efficiency", "efficiency", look, ".0%"),
             )  # fmt: skip
 
 
@@ -257,7 +259,7 @@ def _ranged_bars(
 def _dots(rows: Dataset, look: _Look) -> dict[str, Any]:
     base = _chart("step_times", _tall(rows, "strategy", each=BAR * 1.7))
     y = look.bars()
-    x = alt.X("milliseconds:Q", title="milliseconds of a step", scale=alt.Scale(zero=False, nice=True))
+    x = alt.X("milliseconds:Q", title="milliseconds of a step", scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=6))
     shown = [alt.Tooltip("strategy:N"), alt.Tooltip("round:Q"), alt.Tooltip("milliseconds:Q", format=".2f")]
     dots = base.mark_point(filled=True, size=40, opacity=0.55).encode(x=x, y=y, color=look.colour, tooltip=shown)
     middle = base.mark_tick(thickness=3, size=BAR, color="var(--ink)").encode(x=alt.X("median(milliseconds):Q"), y=y)
@@ -329,6 +331,7 @@ def _predictions(rows: Dataset, look: _Look) -> dict[str, Any]:
         "measured:Q",
         title="milliseconds of a step; ring predicted, dot measured",
         scale=alt.Scale(zero=False, padding=20),
+        axis=alt.Axis(tickCount=6),
     )
     line = base.mark_rule(strokeWidth=2, opacity=0.6).encode(
         x=x, x2="predicted:Q", y=y, color=look.colour, tooltip=shown
@@ -346,7 +349,7 @@ def _predictions(rows: Dataset, look: _Look) -> dict[str, Any]:
 # Time lines
 
 
-def _timelines(study: Study, datasets: Mapping[str, Dataset]) -> Iterator[ChartSpec]:
+def _timelines(datasets: Mapping[str, Dataset]) -> Iterator[ChartSpec]:
     slices = datasets.get("slices", [])
     present = [kind for kind in KINDS if any(row["kind"] == kind for row in slices)]
     colours = alt.Scale(domain=present, range=[f"var(--k{KINDS.index(kind)})" for kind in present])
@@ -464,7 +467,8 @@ def _spread(clock: str, look: _Look) -> dict[str, Any]:
     ]  # fmt: skip
     base = _chart("spreads", 200)
     common = {
-        "x": alt.X("seconds:Q", title=clock, axis=alt.Axis(grid=False)), "y": alt.Y("spread:Q", title="relative distance"),
+        "x": alt.X("seconds:Q", title=clock, axis=alt.Axis(grid=False)),
+        "y": alt.Y("spread:Q", title="relative distance"),
         "detail": "run:N", "color": look.colour,
     }  # fmt: skip
     line = base.mark_line(strokeWidth=2).encode(**common, strokeDash=look.dash)
@@ -492,10 +496,11 @@ def _happenings(rows: Dataset, look: _Look) -> dict[str, Any]:
         alt.Tooltip("run:N"), alt.Tooltip("who:N"), alt.Tooltip("what:N"), alt.Tooltip("seconds:Q", format=".2f"),
     ]  # fmt: skip
     base = _chart("happenings", _tall(rows, "run", each=26))
+    grey = alt.Legend(title=None, symbolFillColor="var(--soft)", symbolStrokeColor="var(--soft)")
     marks = base.mark_point(filled=True, size=90, opacity=0.9).encode(
         x=alt.X("seconds:Q", title="seconds since the run began", axis=alt.Axis(tickCount=8)),
         y=alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=150, grid=True)),
-        shape=alt.Shape("what:N", legend=alt.Legend(title=None, symbolFillColor="var(--soft)", symbolStrokeColor="var(--soft)")),
+        shape=alt.Shape("what:N", legend=grey),
         color=look.colour, tooltip=shown,
     )  # fmt: skip
     return configured(marks)
@@ -532,9 +537,9 @@ def _confusion(names: Sequence[str], *, numbers: bool) -> dict[str, Any]:
         axis=alt.Axis(labelAngle=0 if numbers else -90, labelOverlap=True, labelLimit=80),
     )
     y = alt.Y("truth:N", sort=list(names), title="class", axis=alt.Axis(labelOverlap=True, labelLimit=110))
+    strength = alt.Scale(domain=[0, 1], range=[0.04, 1], type="sqrt")
     cells = base.mark_rect(fill="var(--s0)").encode(
-        x=x, y=y, opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.04, 1], type="sqrt"), legend=None),
-        tooltip=shown,
+        x=x, y=y, opacity=alt.Opacity("share:Q", scale=strength, legend=None), tooltip=shown,
     )  # fmt: skip
     if not numbers:
         return configured(cells)
@@ -570,7 +575,9 @@ def _rates(datasets: Mapping[str, Dataset], look: _Look) -> Iterator[ChartSpec]:
         "color": look.colour,
     }  # fmt: skip
     line = base.mark_line(strokeWidth=2).encode(**common, strokeDash=look.dash)
+    points = base.mark_point(filled=True, size=70, opacity=1).encode(**common, tooltip=shown)
     yield ChartSpec(
-        "rates", "rates", headings.rates(rates), "Accuracy of short runs with each rate; a rate that diverged has no point.",
-        "rates", configured(alt.layer(line, base.mark_point(filled=True, size=70, opacity=1).encode(**common, tooltip=shown))),
+        "rates", "rates", headings.rates(rates),
+        "Accuracy of short runs with each rate; a rate that diverged has no point.", "rates",
+        configured(alt.layer(line, points)),
     )  # fmt: skip

@@ -98,7 +98,7 @@ class Scaling:
 
 
 def target_of(study: Study) -> float | None:
-    """The accuracy whose time is compared: as asked, else the largest that all finished runs reach, in whole percents."""
+    """The accuracy whose time is compared: as asked, else the most that all finished runs reach, in whole percents."""
     if study.target is not None:
         return study.target
     best = [max(point.accuracy for point in run.tests) for run in _finished(study) if run.tests]

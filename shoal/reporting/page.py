@@ -3,11 +3,9 @@
 Text from files is escaped: by Jinja in the page, by Vega in charts, and `<` in the JSON inside.
 """
 
-import csv
-import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.resources import files
@@ -26,7 +24,7 @@ from shoal.reporting.datasets import MOST_POINTS, MOST_SLICES, Dataset, datasets
 from shoal.reporting.figures import figures_of, target_of
 from shoal.reporting.picture import picture
 from shoal.reporting.plan_difference import PlanDifference, difference_of
-from shoal.reporting.records import RunRecord, Study
+from shoal.reporting.records import Study
 from shoal.reporting.summary import Row, StrategyTable, rows_of, table_of
 from shoal.units import show_bytes, show_seconds
 
@@ -126,8 +124,8 @@ def _notes(study: Study) -> list[str]:
     stride = max((stride_of(max(len(e.run.steps), len(e.run.tests))) for e in study.runs), default=1)
     if stride > 1:
         notes.append(
-            f"Lines show at most {MOST_POINTS} points of a run: up to {stride} lines of metrics in a row make one, with "
-            "their mean loss; of tests every so-manyth is kept, and the last. metrics.jsonl of each run has all."
+            f"Lines show at most {MOST_POINTS} points of a run: up to {stride} lines of metrics in a row make one, "
+            "with their mean loss; of so many tests the last is kept. metrics.jsonl of each run has all."
         )
     longest = max((len(entry.run.trace.slices) for entry in study.runs if entry.run.trace is not None), default=0)
     if longest > MOST_SLICES:
@@ -136,7 +134,7 @@ def _notes(study: Study) -> list[str]:
 
 
 def write_page(study: Study, path: Path) -> Path:
-    """Write the page; it appears whole or not at all. Without the extra `report` an `InputError` says what to install."""
+    """Write the page, whole or not at all. Without the extra `report` an `InputError` says what to install."""
     write_text_atomically(path, render(study))
     return path
 
@@ -259,26 +257,3 @@ def _versions(study: Study) -> dict[str, str]:
             if value not in told.setdefault(name, []):
                 told[name].append(value)
     return {name: ", ".join(values) for name, values in told.items()}
-
-
-def to_csv(rows: Dataset) -> str:
-    """A set of rows for a spreadsheet; the page's own script writes the same."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def how_to_repeat(run: RunRecord) -> str:
-    """What to type to train a run again."""
-    return f"shoal train {run.folder / 'config.yaml'} --out AGAIN"
-
-
-def states_of(runs: Sequence[RunRecord]) -> Mapping[str, int]:
-    """How many runs are in which state."""
-    counts: dict[str, int] = {}
-    for run in runs:
-        counts[run.state] = counts.get(run.state, 0) + 1
-    return counts

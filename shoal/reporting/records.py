@@ -18,13 +18,12 @@ from shoal import comparison
 from shoal.comparison import Comparison
 from shoal.errors import InputError
 from shoal.outline import Outline
-from shoal.plan import Plan
 from shoal.result import RunResult
 from shoal.timeline import Trace
 
 State = Literal["finished", "unfinished", "failed", "waiting", "unreadable"]
-RESULT, METRICS, CONFIG, PLAN, OUTLINE, TRACE, PREDICTED_TRACE = (
-    "result.json", "metrics.jsonl", "config.yaml", "plan.json", "outline.json", "trace.json", "predicted_trace.json",
+RESULT, METRICS, CONFIG, OUTLINE, TRACE, PREDICTED_TRACE = (
+    "result.json", "metrics.jsonl", "config.yaml", "outline.json", "trace.json", "predicted_trace.json",
 )  # fmt: skip
 _MARKS = (RESULT, METRICS, CONFIG)
 """A folder with one of these holds a run."""
@@ -93,7 +92,6 @@ class RunRecord:
     warnings: tuple[str, ...] = ()
     clock: Literal["training", "wall"] = "wall"
     """What the seconds of its points count: steps alone, or tests too."""
-    plan: Plan | None = None
     outline: Outline | None = None
     trace: Trace | None = None
     predicted_trace: Trace | None = None
@@ -213,7 +211,8 @@ def _label(run: RunRecord) -> str:
     result, settings = run.result, run.settings
     workers = result.workers if result else settings.get("workers", 1)
     replicas = result.replicas if result else settings.get("replicas", 1)
-    plan = str(result.plan if result else settings.get("plan", "data"))
+    plan = str(settings.get("plan") or (result.plan if result else "data"))  # `auto` by its name, whatever it chose
+    plan = Path(plan).stem if plan.endswith(".json") else plan
     exchange = result.exchange if result else settings.get("exchange")
     if exchange in (None, "none"):
         return plan if workers != 1 else "one worker"
@@ -247,7 +246,7 @@ def read_run(folder: Path) -> RunRecord:
     state: State = "finished" if result is not None else "unreadable" if (folder / RESULT).exists() else "unfinished"
     why = ""
     if state == "unfinished":
-        done = max((point.step for point in (*steps, *tests)), default=0)
+        done = max([*(point.step for point in steps), *(point.step for point in tests)], default=0)
         why = f"it has no {RESULT} yet: it goes on, or was stopped, after step {done}" if done else "no step is logged"
     elif state == "unreadable":
         why = f"its {RESULT} cannot be read"
@@ -263,7 +262,6 @@ def read_run(folder: Path) -> RunRecord:
         clock=clock,
         happenings=tuple(_happenings(lines)),
         warnings=tuple(str(line["text"]) for line in lines if line["event"] == "warning" and "text" in line),
-        plan=read(PLAN, Plan.load),
         outline=read(OUTLINE, Outline.load),
         trace=read(TRACE, Trace.load),
         predicted_trace=read(PREDICTED_TRACE, Trace.load),

@@ -121,9 +121,9 @@ def table_of(study: Study) -> StrategyTable:
         "accuracy": [_entry(each.accuracy, lambda value: f"{value:.4f}") for each in figures],
         "images/s": [_entry(each.samples_per_second, lambda value: f"{value:,.0f}") for each in figures],
         "step": [_entry(each.step_seconds, show_seconds) for each in figures],
-        "predicted": [_prediction(each) for each in figures],
         "sent/step": [_size(each.bytes_counted) for each in figures],
         "peak": [_size(max(each.memory, default=None)) for each in figures],
+        "predicted": [_prediction(each) for each in figures],
         "waiting": [Entry("-" if each.waiting is None else f"{each.waiting:.0%}") for each in figures],
     }
     kept = {name: cells for name, cells in columns.items() if any(cell.value != "-" for cell in cells)}

@@ -76,7 +76,7 @@ def reasons(study: Study) -> list[str]:
         return [] if alone.result is None else list(_facts(alone, alone.result))
     figures = figures_of(study)
     ranked = fastest_first(figures)
-    told = []
+    told: list[str] = []
     if len(ranked) > 1:
         told += _compared(study, ranked[0], ranked[1])
         ddp = next((each for each in ranked[2:] if each.name == DDP), None)
@@ -89,6 +89,8 @@ def reasons(study: Study) -> list[str]:
             told.append(f"{each.name}: {each.asked - each.finished} of {_runs(each.asked)} did not finish; see below.")
         elif each.name not in arrived:
             told.append(f"{each.name} reaches {target} with {each.reached} of {each.finished} seeds.")
+    if len(ranked) > 1 and not study.turns and all(each.asked == 1 for each in figures):
+        told.append("Each strategy ran once: a difference of some percent may be chance.")
     return list(dict.fromkeys(told))
 
 

@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "outline.json"
 
     @property
+    def events(self) -> Path:
+        """A folder of TensorBoard's, where it was asked for."""
+        return self.path / "tensorboard"
+
+    @property
     def checkpoint(self) -> Path:
         """All that is needed to go on."""
         return self.path / "checkpoint.pt"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from shoal.comparison import Cell, Comparison
+from shoal.comparison import Cell, CellState, Comparison
 from shoal.outline import Outline, OutlineEdge, OutlineStage
 from shoal.result import BytesPerStep, ClassScore, ExchangeReport, ReplicaReport, RunResult, Staleness, versions
 from shoal.timeline import Slice, Trace
@@ -159,8 +159,8 @@ def write_comparison(folder: Path, *, seeds: Sequence[int] = (0, 1), steps: int 
         if how:
             pace = how.pop("pace") * (1 - 0.03 * seed)
             write_run(folder / name, strategy=strategy, seed=seed, steps=steps, every=every, pace=pace, **how)
-        state = "done" if how else "waiting"
-        cells.append(Cell(strategy=strategy, settings={"seed": seed}, folder=name, state=state))
+        begun: CellState = "done" if how else "waiting"
+        cells.append(Cell(strategy=strategy, settings={"seed": seed}, folder=name, state=begun))
 
     for seed in seeds:
         add("owt", seed, pace=180.0, cut="c2", predicted=0.0055, counted=60_000, traced=seed == 0)

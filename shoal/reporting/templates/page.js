@@ -57,7 +57,7 @@
     const options = document.querySelectorAll("[data-of='" + select.dataset.shows + "']");
     const choose = () => options.forEach((part, number) => { part.classList.toggle("chosen", number === select.selectedIndex); });
     select.addEventListener("change", choose);
-    choose();
+    choose(); // a browser may keep what was chosen before
   }
 
   // What the page holds, as files.
