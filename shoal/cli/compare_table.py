@@ -98,12 +98,12 @@ class _Growing(Folder):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=REDRAWN, transient=True)
         self._comparison: Comparison | None = None
         self._now: dict[str, dict[str, Any]] = {}
         """What a run under way said last, by its folder."""
         self._done: dict[str, RunRecord] = {}
         self._stage = ""
+        self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=REDRAWN, transient=True)
 
     def began(self, comparison: Comparison, folder: Path) -> None:
         super().began(comparison, folder)

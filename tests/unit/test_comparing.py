@@ -1,12 +1,15 @@
 """What a comparison runs, decided without running anything."""
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from shoal.cli.compare_table import _Growing
 from shoal.comparing.cells import (
     BASELINE,
     TESTS,
@@ -17,6 +20,7 @@ from shoal.comparing.cells import (
     strategies,
 )
 from shoal.comparing.timing import can_be_timed, whole_periods
+from shoal.comparison import Comparison
 from shoal.config import TORCH_STRATEGIES, CompareConfig, TrainConfig
 from shoal.errors import ConfigError
 from shoal.exchanges import EXCHANGE_NAMES, parse_exchange
@@ -170,3 +174,20 @@ def test_who_cannot_take_turns_says_why() -> None:
     assert "first 5 batches" in str(can_be_timed(late, 2))
     dropping = TrainConfig(workers=3, exchange="backup", exchange_options={"backups": 1})
     assert "drops gradients" in str(can_be_timed(dropping, 3))
+
+
+def test_the_live_table_fits_and_says_how_far_each_run_is() -> None:
+    console = Console(file=StringIO(), width=80, force_terminal=True, color_system=None)
+    table = _Growing(console)
+    made_cells = cells(strategies(asked(plans="data,owt", exchanges="allreduce,downpour")), (0,), 5)
+    table._comparison = Comparison(command="", cells=made_cells)
+    table.run_began(made_cells[1], "starts anew")
+    table.run_starting(made_cells[1], "2 of 4 workers have loaded data and network")
+    table.run_wrote(made_cells[1], {"event": "steps", "samples": 640, "samples_per_sec": 1234.5, "loss": 1.0})
+    table.run_wrote(made_cells[1], {"event": "test", "samples": 1280, "test_accuracy": 0.5})
+    console.print(table._drawn())
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    (line,) = [line for line in lines if line.startswith("data + allreduce, seed 0")]
+    assert line.split()[-4:] == ["1,280", "samples", "0.5000", "1,234"]
