@@ -58,7 +58,8 @@ def test_strategies_beside_each_other_and_one_that_fails(shoal: Shoal, tiny: str
     assert results["ddp"]["bytes_per_step"] == {"predicted": None, "counted": None}
     for name in good:
         tests = [line for line in metrics_of(folders[name]) if line["event"] == "test"]
-        assert len(tests) >= 5, name
+        # Of tests that fall due while a replica tests, an asynchronous run makes the last alone.
+        assert len(tests) >= (2 if name == "downpour" else 5), name
         assert tests[-1]["samples"] == 160, name
         assert 0 < tests[0]["train_seconds"] < tests[-1]["train_seconds"] <= tests[-1]["wall_seconds"], name
     page = (tmp_path / "all" / "report.html").read_text()

@@ -1,5 +1,6 @@
 """torch's own strategies train the same job: one device's steps where they promise that, and go on bit for bit."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ SHORT = {"epochs": 1, "batch": 128}
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_take_one_devices_steps(strategy: str, on_ranks: RunOnRanks) -> None:
-    kinds = [{**kind} for kind in KINDS]
+    kinds: list[dict[str, Any]] = copy.deepcopy(KINDS)
     for kind in kinds if strategy == "fsdp2" else ():
         kind.pop("ema", None)
     found = on_ranks(2, jobs.beside_one_device, strategy, kinds)[0]
