@@ -113,12 +113,12 @@ def prepare(
             return own.build(config, splits)
 
         if config.plan in TORCH_STRATEGIES:
-            from shoal.training.torch_strategies import lay_by_torch, told_of_torch
+            from shoal.training.torch_strategies import KINDS, told_of_torch
 
             told = (*told, *(told_of_torch(model, config.plan) if fresh else ()))
             config = config.model_copy(update={"batch_norm": "local"})
             steps = config.epochs * (loader.order.steps_per_epoch // config.accumulate)
-            network = lay_by_torch(model, config, transport, shapes, criterion, build, steps)
+            network = KINDS[config.plan](model, config, transport, shapes, criterion, build, steps)
         else:
             network = lay_over_ranks(model, config, transport, shapes, criterion, build, planning_progress)
             # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.

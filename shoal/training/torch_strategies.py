@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.config import TrainConfig
+from shoal.config import TORCH_STRATEGIES, TrainConfig
 from shoal.data import BatchPart
 from shoal.errors import CheckpointError
 from shoal.plan import Plan, data_parallel
@@ -44,23 +44,6 @@ WARM_UP = 100
 """Steps of plain DDP before post-local SGD begins, as there; a tenth of a run that has fewer than ten times as many."""
 WEIGHTS = "weights"
 """What a rank's own weights are called beside what its optimizer remembers."""
-
-
-def lay_by_torch(
-    model: nn.Module,
-    config: TrainConfig,
-    transport: Transport,
-    shapes: Shapes,
-    criterion: Criterion,
-    build: Callable[[], nn.Module],
-    total_steps: int,
-) -> "TorchNetwork":
-    """`model` as the strategy of torch's that `config` names. Collective. `build` makes the same module anew."""
-    if config.plan == "fsdp2":
-        return Sharded(model, config, transport, shapes, criterion, build)
-    if config.plan == "post-local-sgd":
-        return PostLocal(model, config, transport, shapes, criterion, build, min(WARM_UP, total_steps // 10))
-    return Replicated(model, config, transport, shapes, criterion, build)
 
 
 def told_of_torch(model: nn.Module, strategy: str) -> list[str]:
@@ -83,16 +66,22 @@ class TorchNetwork(Network):
         shapes: Shapes,
         criterion: Criterion,
         build: Callable[[], nn.Module],
-        parameters: int,
+        total_steps: int,
     ) -> None:
+        """Collective. `build` makes the same module anew; `total_steps` are those of the whole run."""
         by_sample = data_parallel(transport.world)
         plan = Plan(name=config.plan, ranks=by_sample.ranks, layers=by_sample.layers)
-        super().__init__(module, plan, criterion, parameters)
+        super().__init__(module, plan, criterion, count_parameters(module))
         self.rank, self.ranks = transport.rank, transport.world
         self._transport, self._shapes, self._build, self._seed = transport, shapes, build, config.seed
         self._batches = 0
         """Trained on, which decide dropout's masks."""
         self._asked_at, self._until_asked, self._between = time.monotonic(), 1, 1
+        self._wrap(config, total_steps)
+
+    def _wrap(self, config: TrainConfig, total_steps: int) -> None:
+        """Give the module to torch."""
+        raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         # By batch and rank, so that a resumed run draws the same masks.
@@ -176,20 +165,11 @@ class _OnNoSamplesToo(nn.Module):
 class Replicated(TorchNetwork):
     """The whole network on every rank; gradients are averaged: DistributedDataParallel."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: TrainConfig,
-        transport: Transport,
-        shapes: Shapes,
-        criterion: Criterion,
-        build: Callable[[], nn.Module],
-    ) -> None:
-        super().__init__(model, config, transport, shapes, criterion, build, count_parameters(model))
-        device = next(model.parameters()).device
+    def _wrap(self, config: TrainConfig, total_steps: int) -> None:
+        device = next(self.module.parameters()).device
         buckets: dict[str, Any] = {} if config.bucket_bytes is None else {"bucket_cap_mb": config.bucket_bytes / 2**20}
         self._ddp = DistributedDataParallel(
-            model, device_ids=None if device.type == "cpu" else [device.index], **buckets
+            self.module, device_ids=None if device.type == "cpu" else [device.index], **buckets
         )
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -206,18 +186,10 @@ class PostLocal(Replicated):
     Tested and saved is the mean of the ranks' weights as they are then; each rank goes on with its own.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: TrainConfig,
-        transport: Transport,
-        shapes: Shapes,
-        criterion: Criterion,
-        build: Callable[[], nn.Module],
-        warm_up: int,
-    ) -> None:
-        super().__init__(model, config, transport, shapes, criterion, build)
+    def _wrap(self, config: TrainConfig, total_steps: int) -> None:
+        super()._wrap(config, total_steps)
         self._accumulate = config.accumulate
+        warm_up = min(WARM_UP, total_steps // 10)
         own_steps = {"post_local_gradient_allreduce": False}
         self._hook_state = PostLocalSGDState(None, None, warm_up, **own_steps)  # type: ignore[no-untyped-call]
         self._ddp.register_comm_hook(self._hook_state, post_localSGD_hook)
@@ -290,22 +262,13 @@ class Sharded(TorchNetwork):
 
     fused = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: TrainConfig,
-        transport: Transport,
-        shapes: Shapes,
-        criterion: Criterion,
-        build: Callable[[], nn.Module],
-    ) -> None:
-        super().__init__(model, config, transport, shapes, criterion, build, count_parameters(model))
-        mesh = init_device_mesh(next(model.parameters()).device.type, (transport.world,))
-        for module in model.modules():
+    def _wrap(self, config: TrainConfig, total_steps: int) -> None:
+        mesh = init_device_mesh(next(self.module.parameters()).device.type, (self.ranks,))
+        for module in self.module.modules():
             own = sum(p.numel() for p in module.parameters(recurse=False))
-            if module is not model and own > SHARDED_ALONE:
+            if module is not self.module and own > SHARDED_ALONE:
                 fully_shard(module, mesh=mesh)
-        self._sharded = fully_shard(model, mesh=mesh)
+        self._sharded = fully_shard(self.module, mesh=mesh)
 
     def gathering(self, *, last: bool) -> AbstractContextManager[None]:
         self._sharded.set_requires_gradient_sync(last)
@@ -351,3 +314,8 @@ def _sharded_as(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+KINDS: Mapping[str, type[TorchNetwork]] = {"ddp": Replicated, "fsdp2": Sharded, "post-local-sgd": PostLocal}
+"""By the name that `--plan` gives them."""
+assert tuple(KINDS) == TORCH_STRATEGIES
