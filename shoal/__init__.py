@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from shoal.replicas.own_loop import exchange
     from shoal.result import RunResult
     from shoal.running import resume, train
+    from shoal.timeline import Trace
     from shoal.timings import Timings
+    from shoal.tracing.own_loop import trace
     from shoal.training import Listener
     from shoal.using import Trained, load
     from shoal.verdict import Verdict
@@ -68,6 +70,8 @@ __all__ = [
     "find_plan",
     "Cluster",
     "Timings",
+    "trace",
+    "Trace",
     "zoo",
     "data",
     "errors",
@@ -100,6 +104,8 @@ _HOME = {
     "find_plan": "shoal.finding",
     "Cluster": "shoal.cluster",
     "Timings": "shoal.timings",
+    "trace": "shoal.tracing.own_loop",
+    "Trace": "shoal.timeline",
 }
 _SUBMODULES = ("zoo", "data", "errors")
 

@@ -67,6 +67,27 @@ def _split_names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+
+
+def _trace(value: object) -> object:
+    """`10`, `20-30` or `20:30` as text; in a recipe also a number, or whether to record at all."""
+    if value is None or value is False:
+        return None
+    text = TRACED if value is True else str(value).replace(":", "-")
+    first, to, last = text.partition("-")
+    fits = first.isdecimal() and int(first) > 0 and (not to or (last.isdecimal() and int(last) >= int(first)))
+    if not fits or (int(last) - int(first) + 1 if to else int(first)) > MOST_TRACED:
+        raise ValueError(f"a number of steps such as 10, or from-to such as 20-30, at most {MOST_TRACED} of them")
+    return text
+
+
+TRACED = "10"
+"""Steps that are recorded unless told otherwise."""
+MOST_TRACED = 1000
+"""Steps that may be recorded: a file of more is hard to open."""
+WARM_UP = 5
+"""Steps before those that are recorded, where only their number is told: the first ones are not like the others."""
+
 Workers = Annotated[
     int,
     BeforeValidator(_count),
@@ -234,6 +255,12 @@ class TrainConfig(Settings):
     """Steps from one line of metrics.jsonl to the next."""
     tensorboard: bool = False
     """Write what metrics.jsonl has as TensorBoard's events too, into OUT/tensorboard; needs that package."""
+    trace: Annotated[str | None, BeforeValidator(_trace)] = Field(
+        default=None,
+        description="Record what every worker does in some steps, as trace.json: so many after the first few, "
+        f"{TRACED} unless told, or from-to such as 20-30. See docs/trace.md.",
+        json_schema_extra={"metavar": "[STEPS]", "alone": TRACED},
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -405,6 +432,17 @@ class TrainConfig(Settings):
     def samples_per_step(self) -> int:
         """Samples of one optimizer step, over all workers together."""
         return self.batch * self.accumulate
+
+    def traced_steps(self, done: int, total: int) -> range:
+        """The steps that are recorded, counted from 1, of a run that has `total` and goes on after `done`."""
+        if self.trace is None:
+            return range(0)
+        first, to, last = self.trace.partition("-")
+        if to:
+            return range(int(first), int(last) + 1)
+        count = min(int(first), total - done)
+        begin = done + min(WARM_UP, total - done - count) + 1
+        return range(begin, begin + count)
 
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference", "optimizers", "timeline", "comparison", "outline"),
+    *("exchanges", "inference", "optimizers", "timeline", "diary", "comparison", "outline"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "timings": {"errors", "files", "cluster"},
     "traffic": set(),
     "timeline": {"errors", "files"},
+    "diary": {"timeline"},
     "comparison": {"errors", "files"},
     "outline": {"errors", "files", "partition"},
     "operators": {"graph", "partition"},
@@ -41,18 +42,20 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
     | {"outline", "traffic"},
-    "transport": {"errors", "traffic"},
+    "transport": {"errors", "traffic", "timeline", "diary"},
+    "tracing": {"errors", "files", "timeline", "diary", "planning", "transport"},
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
-    "exchanging": {"errors", "exchanges", "traffic", "transport"},
+    "exchanging": {"errors", "exchanges", "traffic", "timeline", "diary", "transport"},
     "training": NOUNS
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
-    | {"exchanging"},
-    "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
+    | {"exchanging", "tracing"},
+    "replicas": NOUNS
+    | {"tracing", "data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
     "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
@@ -64,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "comparing", "verifying", "using", "lowering", "reporting"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

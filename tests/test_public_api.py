@@ -32,6 +32,8 @@ PUBLIC = [
         "find_plan",
         "Cluster",
         "Timings",
+        "trace",
+        "Trace",
     ),
     *("zoo", "data", "errors"),
 ]
@@ -77,6 +79,7 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.compare",
         "import shoal.cli.predict",
         "import shoal.cli.export",
+        "import shoal.cli.trace",
     ],
 )
 def test_import_is_light(statement: str) -> None:

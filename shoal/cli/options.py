@@ -31,6 +31,12 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     if field.annotation == tuple[str, ...]:
         return click.option(flag, name, metavar="TEXT", multiple=True, help=field.description)
+    if (
+        isinstance(more := field.json_schema_extra, dict) and "alone" in more
+    ):  # an option that may stand without a value
+        return click.option(
+            flag, name, metavar=str(more["metavar"]), is_flag=False, flag_value=more["alone"], help=_help(field)
+        )
     return click.option(flag, name, metavar=_metavar(field), help=_help(field))
 
 

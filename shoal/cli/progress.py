@@ -128,6 +128,9 @@ class _Lines(Listener):
             label = f"  {row.label}" if row.under else row.label
             table.add_row(label, f"[bold]{value}[/bold]" if row.important else value)
         self.console.print(table)
+        if folder.trace.exists():
+            self._print(f"trace of steps: {folder.trace}")
+            self._print(f"look at it with: shoal trace open {folder.path}  or: shoal trace show {folder.path}")
 
     def _print(self, line: str) -> None:
         """A whole line in a file, whole words on a screen."""

@@ -318,7 +318,7 @@ class Gossip(OwnWeights):
         Until its next step this replica tells others of the weights that it had: so all that settle while nobody steps
         get the same, bit for bit.
         """
-        with self._waiting():
+        with self._waiting("mean of all replicas' weights"):
             self.flush()
             with self._mixing:
                 self._keep()

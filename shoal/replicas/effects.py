@@ -121,6 +121,13 @@ class WriteResult:
     measured: Measured
 
 
-ForFiles = WritePlan | WriteOwn | WriteBest | WriteCheckpoint | WriteResult
+@dataclass(frozen=True)
+class WriteTrace:
+    """Put what a replica recorded beside what the others did."""
+
+    replica: int
+
+
+ForFiles = WritePlan | WriteOwn | WriteBest | WriteCheckpoint | WriteResult | WriteTrace
 """Effects that may take long: they are carried out while others ask."""
 Effect = Log | Mark | Stepped | Told | Rest | Suspect | EndServers | ForFiles

@@ -230,6 +230,8 @@ def _conducting(
             conducting.warn(warning)
         yield conducting
         if conducting.result is not None:
+            if config.trace is not None and not folder.trace.exists():
+                conducting.warn(f"no replica took any of the steps that --trace {config.trace} names.")
             listener.finished(conducting.result, folder)
 
 

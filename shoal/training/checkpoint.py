@@ -20,7 +20,7 @@ SCHEMA = "shoal.checkpoint/4"
 # What may change when a run goes on: nothing that the state so far depends on.
 CHANGEABLE = frozenset(
     {
-        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "log_every", "out"),
+        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "log_every", "trace", "out"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange_options", "slow"),
     }

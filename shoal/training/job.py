@@ -103,7 +103,7 @@ def prepare(
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
     told = tuple(initial.told(model, config)) if fresh else ()
     criterion = _criterion(config, own, device)
-    network = on_one_device(model, config.plan, criterion)
+    network = on_one_device(model, config.plan, criterion, transport)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 

@@ -73,12 +73,16 @@ class LaidNetwork(Network):
         parameters: int,
         build: Callable[[], nn.Module],
     ) -> None:
-        super().__init__(module, module.plan, criterion, parameters)
+        super().__init__(module, module.plan, criterion, parameters, transport)
         self.rank, self.ranks = transport.rank, transport.world
         self._tester = tester  # the same as `module` unless test samples have another shape
         self._current = module
-        self._transport, self._shapes, self._io, self._build = transport, shapes, io, build
+        self._shapes, self._io, self._build = shapes, io, build
         self._sent_aside = transport.sent.bytes
+
+    @property
+    def plain(self) -> None:
+        return None
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.module(x, y)
@@ -103,7 +107,7 @@ class LaidNetwork(Network):
         return agreed
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self._transport.gather_numbers(numbers)
+        return self.transport.gather_numbers(numbers)
 
     def training_part(self) -> BatchPart:
         return self._part(self.module, self._shapes.train)
@@ -129,16 +133,16 @@ class LaidNetwork(Network):
         return batches * (total(predicted).bytes - gradients) + gradients
 
     def bytes_sent(self) -> int:
-        return self._transport.sent.bytes - self._sent_aside
+        return self.transport.sent.bytes - self._sent_aside
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """What is sent inside is no part of a training step."""
-        before = self._transport.sent.bytes
+        before = self.transport.sent.bytes
         try:
             yield
         finally:
-            self._sent_aside += self._transport.sent.bytes - before
+            self._sent_aside += self.transport.sent.bytes - before
 
     def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
         with self._aside():
@@ -252,7 +256,7 @@ def lay_over_ranks(
         batch_norm=config.batch_norm,
         bucket_bytes=module.bucket_bytes,
     )
-    network.predicted_seconds = None if priced is None else priced.seconds
+    network.price = priced
     if transport.rank == 0:
         network.outline = outline_of(
             graph, cuts, Boundary(io, transport.world), module.plan.name, losses=gives_losses(captured), priced=priced

@@ -17,6 +17,7 @@ from shoal.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.exchanging import Replica
+    from shoal.planning.price import Price
 
 PartOf = Callable[[int], BatchPart]
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -37,7 +38,16 @@ class Network:
     fused = True
     """Whether optimizers may take one pass over each of its parameters."""
 
-    def __init__(self, module: nn.Module, plan: Plan, criterion: Criterion, parameters: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        criterion: Criterion,
+        parameters: int,
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport = transport or Transport(alone=True)
+        """Between the ranks that the network is laid over; has the diary while steps are recorded."""
         self.module = module
         """What the optimizer trains."""
         self.plan, self._criterion = plan, criterion
@@ -45,8 +55,13 @@ class Network:
         """Of the whole network."""
         self.outline: Outline | None = None
         """The network under its plan, where it is cut, on rank 0."""
-        self.predicted_seconds: float | None = None
-        """Of a step, where the cost model knows this network on this machine."""
+        self.price: Price | None = None
+        """What a step is predicted to cost, where the cost model knows this network on this machine."""
+
+    @property
+    def plain(self) -> nn.Module | None:
+        """The module where it runs as it is; None where it is laid over ranks."""
+        return self.module
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of this rank's part of a batch, for `backward`. Collective."""
@@ -130,9 +145,10 @@ class Network:
         return self.module
 
 
-def on_one_device(module: nn.Module, plan: str, criterion: Criterion) -> Network:
+def on_one_device(module: nn.Module, plan: str, criterion: Criterion, transport: Transport | None = None) -> Network:
     """The module itself. On one rank every plan leaves every layer whole."""
-    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), criterion, count_parameters(module))
+    whole = Plan(name=plan, ranks=1, layers=(("*", Cut()),))
+    return Network(module, whole, criterion, count_parameters(module), transport)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -71,9 +71,9 @@ class TorchNetwork(Network):
         """Collective. `build` makes the same module anew; `total_steps` are those of the whole run."""
         by_sample = data_parallel(transport.world)
         plan = Plan(name=config.plan, ranks=by_sample.ranks, layers=by_sample.layers)
-        super().__init__(module, plan, criterion, count_parameters(module))
+        super().__init__(module, plan, criterion, count_parameters(module), transport)
         self.rank, self.ranks = transport.rank, transport.world
-        self._transport, self._shapes, self._build, self._seed = transport, shapes, build, config.seed
+        self._shapes, self._build, self._seed = shapes, build, config.seed
         self._batches = 0
         """Trained on, which decide dropout's masks."""
         self._asked_at, self._until_asked, self._between = time.monotonic(), 1, 1
@@ -109,7 +109,7 @@ class TorchNetwork(Network):
         return any(wished for wished, _ in rows)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self._transport.gather_numbers(numbers)
+        return self.transport.gather_numbers(numbers)
 
     def training_part(self) -> BatchPart:
         return self._part(self._shapes.train)
