@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "replicas": NOUNS
     | {"tracing", "data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
+    "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
@@ -66,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": NOUNS
     | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "verifying", "using", "tracing", "lowering", "reporting"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

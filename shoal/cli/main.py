@@ -15,6 +15,7 @@ from shoal.machine import ask_for_huge_pages
 
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
+    "compare": ("shoal.cli.compare:compare", "Train one network under several plans and exchanges, beside each other."),
     "verify": ("shoal.cli.verify:verify", "Compare a plan with one device, number by number."),
     "evaluate": ("shoal.cli.evaluate:evaluate", "Test a trained network, on its own or other data, under any plan."),
     "predict": ("shoal.cli.predict:predict", "Predict images with a trained network: classes and scores, or masks."),

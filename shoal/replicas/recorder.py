@@ -141,6 +141,7 @@ class Recorder:
             losses=[[0.0, 0.0]],
             more={
                 "again": list(how_far.again),
+                "train_seconds": how_far.train_seconds,
                 "replicas": how_far.scores,
                 "events": [dict(event) for event in how_far.events],
                 "own": dict(effect.own),
@@ -155,6 +156,7 @@ def read_past(content: Mapping[str, Any]) -> HowFar:
         counted=content["steps"],
         again=tuple(content.get("again", ())),
         wall_seconds=content["wall_seconds"],
+        train_seconds=content.get("train_seconds", 0.0),
         last_loss=content["last_loss"],
         step_seconds=tuple(content["step_seconds"].tolist()),
         tested=content["tested"],

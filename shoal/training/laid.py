@@ -174,14 +174,19 @@ class LaidNetwork(Network):
     def _part(self, module: ParallelModule, shape: Shape) -> BatchPart:
         labels = self._shapes.labels(shape)
         if self._io == "share":
-            shares = even_shares(shape[0], self.ranks)
-            start = sum(shares[: self.rank])
-            rows = slice(start, start + shares[self.rank])
-            return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
+            return share_of(shape, labels, self.rank, self.ranks)
         result = module.output_tile(shape[0])
         if result is not None and len(result) > len(labels):  # of scores, which have channels
             result = (*result[:1], *result[2:])
         return BatchPart(_window(module.input_tile(shape[0]), shape), _window(result, labels))
+
+
+def share_of(shape: Shape, labels: Shape, rank: int, ranks: int) -> BatchPart:
+    """A rank's own samples of a batch, whole; shares differ by at most one."""
+    shares = even_shares(shape[0], ranks)
+    start = sum(shares[:rank])
+    rows = slice(start, start + shares[rank])
+    return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
 
 
 def replica_of(module: ParallelModule, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:

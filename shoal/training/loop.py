@@ -234,8 +234,15 @@ class Run:
         tested = self._evaluate(metrics, stop)
         self.progress.tested = self.progress.steps
         self._keep_best(tested)
-        epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
-        self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
+        line = line_of_test(
+            tested,
+            epoch=self.progress.position.epoch + 1,
+            step=self.progress.steps,
+            samples=self.progress.steps * self.job.config.samples_per_step,
+            train_seconds=sum(self.progress.step_seconds),
+            wall_seconds=time.perf_counter() - self._begun,
+        )
+        self._write(metrics, **line)
         return tested
 
     def _keep_best(self, tested: Evaluation) -> None:
@@ -334,7 +341,9 @@ class Run:
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
+            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0)
+            if network.counts_bytes
+            else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
             step_seconds_predicted=None if network.price is None else network.price.seconds,

@@ -1,4 +1,6 @@
-"""A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`."""
+"""A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`, and by torch's
+own wrappers in `torch_strategies.py`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +33,10 @@ class Network:
     """
 
     rank, ranks = 0, 1
+    counts_bytes = True
+    """Whether all that it sends goes through our transport, where it is counted."""
+    fused = True
+    """Whether optimizers may take one pass over each of its parameters."""
 
     def __init__(
         self,
@@ -64,6 +70,9 @@ class Network:
     def gathering(self, *, last: bool) -> AbstractContextManager[None]:
         """Around each of several passes whose gradients add up; ranks sum them with the `last`. Collective."""
         return nullcontext()
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Told once which optimizer steps its parameters."""
 
     def clip_gradients(self, longest: float) -> None:
         """Scale all gradients down so that their norm over the whole network is at most `longest`. Collective."""
