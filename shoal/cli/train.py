@@ -10,6 +10,7 @@ from shoal.config import TrainConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.launching import load_ahead, surrounding
 from shoal.machine import cores, has_gpu_driver
+from shoal.result import RunResult
 
 AUTO = "auto"
 
@@ -30,8 +31,14 @@ AUTO = "auto"
     help="Add one more replica to the run in this folder, which is under way with an asynchronous exchange.",
 )
 @click.option("--print-config", is_flag=True, help="Print all settings as a recipe, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output, all else to the other.")
 def train(
-    recipe: Path | None, resume: str | None, join: Path | None, print_config: bool, **options: str | None
+    recipe: Path | None,
+    resume: str | None,
+    join: Path | None,
+    print_config: bool,
+    as_json: bool,
+    **options: str | None,
 ) -> None:
     """Train a network and write its results to a folder.
 
@@ -41,33 +48,42 @@ def train(
     if join is not None:
         _join(join, recipe, given)
         return
-    if resume not in (None, AUTO):
-        _go_on(Path(resume), recipe, given)
+    if resume is not None and resume != AUTO:
+        _go_on(Path(resume), recipe, given, as_json=as_json)
         return
     values = {**_from_recipe(recipe), **given}
     config = TrainConfig.parse(values)
-    if resume == AUTO and _goes_on_by_itself(config, values):
+    if resume == AUTO and _goes_on_by_itself(config, values, as_json=as_json):
         return
     if print_config:
         click.echo(config.to_yaml(), nl=False)
         return
-    _say(f"loading {config.model} and the data set {config.data} ...")
+    _say(f"loading {config.model} and the data set {config.data} ...", aside=as_json)
     if (told := crowded(config)) and surrounding() is None:
-        _say(told)
+        _say(told, aside=as_json)
     # torch loads here and not before: a wrong option is answered at once
     if config.workers > 1 and surrounding() is None:
         load_ahead(config.workers, config.threads)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    running.train(config, progress_for_people())
+    _print_result(running.train(config, progress_for_people(aside=as_json)), as_json=as_json)
 
 
-def _say(line: str) -> None:
-    """Before torch is loaded, which takes seconds; of many ranks the first speaks."""
+def _say(line: str, *, aside: bool = False) -> None:
+    """Before torch is loaded, which takes seconds; of many ranks the first speaks. `aside`: to standard error."""
+    if _first_rank():
+        click.echo(line, err=aside)
+
+
+def _first_rank() -> bool:
     world = surrounding()
-    if world is None or world.rank == 0:
-        click.echo(line)
+    return world is None or world.rank == 0
+
+
+def _print_result(result: RunResult, *, as_json: bool) -> None:
+    if as_json and _first_rank():
+        click.echo(result.to_json(), nl=False)
 
 
 def crowded(config: TrainConfig) -> str:
@@ -86,7 +102,7 @@ def _from_recipe(recipe: Path | None) -> dict[str, Any]:
     return values
 
 
-def _goes_on_by_itself(config: TrainConfig, values: dict[str, Any]) -> bool:
+def _goes_on_by_itself(config: TrainConfig, values: dict[str, Any], *, as_json: bool) -> bool:
     """Go on with the run in --out, if one is there that has a checkpoint; a finished one is left as it is."""
     if config.out is None:
         raise ConfigError("--resume auto does not know which run is meant.", "Name its folder with --out DIR.")
@@ -102,24 +118,25 @@ def _goes_on_by_itself(config: TrainConfig, values: dict[str, Any]) -> bool:
 
     changes = running.changes_to(folder, values)
     if folder.result.exists() and not {"epochs", "patience"} & changes.keys():
-        _say(f"the run in {folder.path} is finished: see {folder.result}")
+        _say(f"the run in {folder.path} is finished: see {folder.result}", aside=as_json)
+        _print_result(RunResult.model_validate_json(folder.result.read_text(encoding="utf-8")), as_json=as_json)
         return True
-    _say(f"going on with the run in {folder.path} ...")
-    running.resume(folder.path, changes, progress_for_people())
+    _say(f"going on with the run in {folder.path} ...", aside=as_json)
+    _print_result(running.resume(folder.path, changes, progress_for_people(aside=as_json)), as_json=as_json)
     return True
 
 
-def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
+def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str], *, as_json: bool) -> None:
     if recipe is not None:
         raise ConfigError(
             f"--resume takes its settings from {str(folder)!r}, not from the recipe {str(recipe)!r}.",
             "Leave the recipe out; options such as --epochs may be given anew.",
         )
-    _say(f"loading the run in {folder} ...")
+    _say(f"loading the run in {folder} ...", aside=as_json)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    running.resume(folder, changes, progress_for_people())
+    _print_result(running.resume(folder, changes, progress_for_people(aside=as_json)), as_json=as_json)
 
 
 def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:

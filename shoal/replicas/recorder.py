@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,23 @@ import torch
 from torch import Tensor
 
 from shoal.config import TrainConfig
+from shoal.errors import PlanError
 from shoal.files import write_atomically, write_text_atomically
+from shoal.plan import Plan
 from shoal.replicas.bundle import unpacked
-from shoal.replicas.effects import ForFiles, HowFar, WriteBest, WriteCheckpoint, WriteOwn, WritePlan, WriteResult
+from shoal.replicas.effects import (
+    ForFiles,
+    HowFar,
+    WriteBest,
+    WriteCheckpoint,
+    WriteOwn,
+    WritePlan,
+    WriteResult,
+    WriteTrace,
+)
 from shoal.result import RunResult, versions
+from shoal.timeline import Trace
+from shoal.tracing.merge import together
 from shoal.training.best import Best
 from shoal.training.checkpoints.carry_over import samples_per_number, settings_saved
 from shoal.training.checkpoints.folder import Checkpoint, Draft, new_token
@@ -39,6 +53,10 @@ class Recorder:
         """Whether lines of earlier steps are missing."""
         self._marks: dict[int, int] = {}
         """How long the metrics were when a replica took the weights that it saves, or had tested them."""
+        self._traces: dict[int, Trace] = {}
+        """What replicas recorded, on the conductor's clock."""
+        self._tracing = threading.Lock()
+        """Held while their common file is written: replicas may send at the same time."""
         self.result: RunResult | None = None
         """The result, once it is written."""
         self._token, self._plan = new_token(), "null"
@@ -62,6 +80,8 @@ class Recorder:
             case WritePlan():
                 self._plan = effect.text
                 self._write_text(folder.plan, effect.text)
+            case WriteTrace():
+                self._write_trace(effect.replica, buffers[0])
             case WriteOwn():
                 with folder.writing(folder.checkpoints.path):
                     _write_files(self._draft(effect.moment), buffers[0])
@@ -72,10 +92,32 @@ class Recorder:
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
+                about = replace(self._about, plan_in_words=self._plan_in_words())
                 measured = replace(effect.measured, restarts=folder.restarts)
-                result = result_of(self._config, self._about, effect.tested, measured)
+                result = result_of(self._config, about, effect.tested, measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
+
+    def _plan_in_words(self) -> str | None:
+        """As the first replica told of it; None where it came to no plan, or each replica is one worker."""
+        with suppress(PlanError):
+            plan = Plan.load(self._folder.plan)
+            return plan.in_words() if plan.ranks > 1 else None
+        return None
+
+    def _write_trace(self, replica: int, text: Tensor) -> None:
+        """The traces of all replicas that sent theirs, as one: whoever is lost before that is left out."""
+        try:
+            trace = Trace.from_chrome(json.loads(text.numpy().tobytes()))
+        except ValueError as error:  # no reason to end the run
+            self.log({"event": "warning", "text": f"the trace of replica {replica} cannot be read: {error}."})
+            return
+        config = self._config
+        title = f"{config.model}, {config.replicas} replicas, {self._about.exchange}, plan {config.plan}"
+        with self._tracing, self._folder.writing(self._folder.trace):
+            self._traces[replica] = trace
+            whole = together((self._traces[number] for number in sorted(self._traces)), title)
+            whole.from_zero().save(self._folder.trace)
 
     def _write_text(self, path: Path, text: str) -> None:
         with self._folder.writing(path):
@@ -124,6 +166,7 @@ class Recorder:
             "progress": progress.to_dict([[sum(how_far.epoch_losses), 0.0]]),
             "epoch_losses": list(how_far.epoch_losses),
             "again": list(how_far.again),
+            "train_seconds": how_far.train_seconds,
             "replicas": how_far.scores,
             "events": [dict(event) for event in how_far.events],
             "own": sorted(effect.own),
@@ -165,6 +208,7 @@ def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainCon
         counted=done.counted,
         again=done.again,
         wall_seconds=saved["wall_seconds"],
+        train_seconds=state.get("train_seconds", 0.0),
         last_loss=nan_for_none(saved["last_loss"]),
         epoch_losses=losses,
         step_seconds=tuple(step_seconds(checkpoint)),

@@ -93,6 +93,7 @@ class Measured:
     repeated: int = 0
     """Samples that were trained on twice."""
     restarts: int = 0
+    step_seconds_predicted: float | None = None
     best: BestTest | None = None
     stopped_early: bool = False
     staleness: Staleness | None = None
@@ -133,6 +134,7 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         per_class=class_scores(about.class_names, tested),
         confusion=None if tested.confusion is None else list(map(list, tested.confusion)),
         step_seconds_median=measured.step_seconds_median,
+        step_seconds_predicted=measured.step_seconds_predicted,
         samples_per_second=measured.samples_per_second,
         bytes_per_step=measured.bytes_per_step,
         peak_memory_bytes=list(measured.peak_memory_bytes),

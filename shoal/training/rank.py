@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.config import TrainConfig
-from shoal.errors import OutputError
+from shoal.errors import ConfigError, OutputError
 from shoal.files import write_text_atomically
 from shoal.result import RunResult
 from shoal.training.checkpoints.folder import Checkpoint, new_token
@@ -43,6 +43,8 @@ def train_on_rank(
     heard = listener if transport.rank == 0 else Listener()
     fresh = resumed is None
     job = prepare(config, transport, own, fresh=fresh, ranks_here=ranks_here, planning_progress=heard.planning)
+    if fresh:
+        _check_trace(job)
     with ExitStack() as stack:
         told: list[str] = []
         if resumed is None:
@@ -58,6 +60,9 @@ def train_on_rank(
             write_objects(folder, own)
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)
+            if job.network.outline is not None:
+                with folder.writing(folder.outline):
+                    job.network.outline.save(folder.outline)
         return Run(job, folder, progress, heard, saver, told).complete()
 
 
@@ -66,6 +71,16 @@ def _by_first(transport: Transport, work: Callable[[], Value]) -> Value:
     made = agree(transport, lambda: None if transport.rank else work())
     values: list[Value | None] = transport.gather_objects(made)
     return next(value for value in values if value is not None)
+
+
+def _check_trace(job: Job) -> None:
+    """Refuse, on all ranks alike, to record steps that the run does not have."""
+    steps = job.config.traced_steps(0, job.total_steps)
+    if steps and steps[0] > job.total_steps:
+        raise ConfigError(
+            f"trace = {job.config.trace!r} begins after the last of the {job.total_steps} steps of this run.",
+            f"Name steps up to {job.total_steps}, or only how many.",
+        )
 
 
 def _begin(job: Job, transport: Transport, stack: ExitStack) -> RunFolder:
@@ -102,7 +117,7 @@ def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tupl
 def _saver(job: Job, transport: Transport, folder: RunFolder) -> Saver:
     """What saves the job. Where ranks do not see the same folder, rank 0 must hold all that is to be saved."""
     token, lock = _by_first(transport, lambda: (new_token(), folder.held_by()))
-    saves = any(part.saves for part in job.network.held().values())
+    saves = any(part.saves for part in job.network.held().values()) or bool(job.network.own_tensors(job.optimizer))
     table = transport.gather_objects((folder.held_by() == lock, saves))
     blind = [rank for rank, (sees, _) in enumerate(table) if not sees]
     unsaved = [rank for rank in blind if table[rank][1]]

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from shoal import zoo
 from shoal.config import TrainConfig
-from shoal.execution import load_full_state_dict
-from shoal.execution.module import ParallelModule
 from shoal.partition import slices, whole
 from shoal.training.checkpoints.folder import CheckpointFolder, new_token
 from shoal.training.checkpoints.job_state import take_snapshot
@@ -30,26 +28,31 @@ STEPS = 3
 class Net(nn.Module):
     """Two convolutions and a head in float64: under every plan some layer sends something."""
 
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self, channels: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self._dropout = dropout
         self.a = nn.Conv2d(channels, 8, 3, padding=1)
         self.b = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.a(x.to(self.a.weight.dtype)))
-        result: Tensor = self.head(F.relu(self.b(x)).mean((2, 3)))
+        x = F.relu(self.b(x))
+        if self._dropout:
+            x = F.dropout(x, self._dropout, self.training)
+        result: Tensor = self.head(x.mean((2, 3)))
         return result
 
 
-def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64") -> nn.Module:
+def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64", dropout: float = 0.0) -> nn.Module:
     """The factory that `--model` names."""
-    return Net(input[0], classes).to(getattr(torch, dtype))
+    return Net(input[0], classes, dropout).to(getattr(torch, dtype))
 
 
 def settings(**more: Any) -> TrainConfig:
     common = {"model": f"{Path(__file__)}:net", "data": "synthetic", "input": (3, 8, 8), "classes": 4, "batch": 8}
-    return TrainConfig(**{**common, "bucket_bytes": 1 << 16, "threads": 1, "device": "cpu", **more})
+    buckets = {} if more.get("plan") in ("fsdp2", "post-local-sgd") else {"bucket_bytes": 1 << 16}
+    return TrainConfig(**{**common, **buckets, "threads": 1, "device": "cpu", **more})
 
 
 def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
@@ -72,6 +75,7 @@ def state_of(job: Job) -> dict[str, Tensor]:
         **saved["optimizer"],
         **{f"{name}/average": value for name, value in saved["average"].items()},
         **{f"{name}/tested": value for name, value in tested.items()},
+        **{f"{kind}/{name}": value for kind in saved if "worker" in kind for name, value in saved[kind].items()},
     }
 
 
@@ -83,7 +87,7 @@ def put_together(job: Job) -> dict[str, dict[str, Tensor]]:
         for kind, parts in kinds.items():
             for name, part in parts.items():
                 shape = part.place.shape
-                full = found[kind].setdefault(name, torch.empty(shape, dtype=part.tensor.dtype))
+                full = found.setdefault(kind, {}).setdefault(name, torch.empty(shape, dtype=part.tensor.dtype))
                 full[slices(part.place.box, whole(shape))] = part.tensor
     return found
 
@@ -139,12 +143,7 @@ def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
 
 def anew(job: Job, config: TrainConfig, first: Mapping[str, Tensor]) -> Job:
     """The same network, as it was at first, in another training: laying it over ranks anew would take longer."""
-    module = job.network.module
-    if isinstance(module, ParallelModule):
-        load_full_state_dict(module, first)
-        module.steps = 0
-    else:
-        module.load_state_dict(first)
+    job.network.load(lambda name, box: first[name][slices(box, whole(first[name].shape))], batches=0)
     return equipped(config, job.splits, job.network, job.loader, job.device)
 
 
@@ -221,3 +220,16 @@ def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
     assert kind.get("ema") is None or resumed.average is not None
     ours, theirs = state_of(resumed), state_of(whole)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def post_local(kind: dict[str, Any]) -> tuple[float, float, float, float]:
+    """One number of the weights after some steps on its own: of this rank, of the other, their mean, and as tested."""
+    job = prepare(settings(plan="post-local-sgd", workers=2, **kind), Transport())
+    trained(job)
+    weight = job.network.module.get_parameter("head.bias")
+    own, other = (row[0] for row in job.network.gather([float(weight[0])]))
+    mean = job.network.held()["head.bias"].tensor[0]
+    with job.network.evaluating():
+        tested = float(weight[0])
+    assert float(weight[0]) == (own, other)[job.network.rank]  # it goes on with its own
+    return own, other, float(mean), tested

@@ -19,6 +19,7 @@ from shoal.errors import CheckpointError
 CHANGEABLE = frozenset(
     {
         *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "keep", "restarts", "log_every", "out"),
+        *("tensorboard", "trace"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange", "exchange_options", "replicas", "slow"),
     }
@@ -54,6 +55,12 @@ def check_settings(before: Mapping[str, Any], config: TrainConfig) -> None:
                 f"--resume: the run was made with {name} = {before.get(name)!r}, now it is {value!r}.",
                 f"These may change when a run goes on: {', '.join(sorted(CHANGEABLE))}.",
             )
+
+    if before["plan"] != config.plan and "post-local-sgd" in (before["plan"], config.plan):
+        raise CheckpointError(
+            f"--resume: the run was made with plan = {before['plan']!r}, now it is {config.plan!r}.",
+            "With post-local-sgd each worker has weights of its own, which fit no other plan: give --plan as it was.",
+        )
 
 
 def samples_per_number(config: TrainConfig) -> int:

@@ -23,7 +23,7 @@ class Snapshot:
     """Copies of what one rank saves: training may go on while they are written."""
 
     tensors: Mapping[str, Parts]
-    """By kind: model, optimizer, average."""
+    """By kind: model, optimizer, average, and worker-R, of what rank R alone has."""
     own: Mapping[str, Any]
     """What is of this rank alone: texts and numbers."""
     common: Mapping[str, Any]
@@ -40,6 +40,10 @@ def take_snapshot(job: Job) -> Snapshot:
             "model": {name: _copied(part, part.tensor) for name, part in held.items() if part.saves},
             "optimizer": tensors,
             "average": {name: _copied(held[name], tensor) for name, tensor in averages.items() if held[name].saves},
+        }
+        own = job.network.own_tensors(job.optimizer)
+        kinds[f"worker-{job.network.rank}"] = {
+            name: Part.of(tensor.detach().to("cpu", copy=True)) for name, tensor in own.items()
         }
     return Snapshot(
         tensors={kind: parts for kind, parts in kinds.items() if parts},
@@ -69,6 +73,13 @@ def put_in(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job, *, batche
     job.network.load(model.read, batches=batches)
     own = checkpoint.of_rank(rank) or checkpoint.of_rank(0) or {}
     _put_in_optimizer(checkpoint, job, held)
+    of_worker = checkpoint.tensors(f"worker-{rank}")
+    job.network.put_own_tensors(
+        {name: of_worker.read(name) for name in of_worker.names()},
+        job.optimizer,
+        ranks=state["ranks"],
+        batches=batches,
+    )
     if job.average is not None:
         averages = checkpoint.tensors("average")
         parts = {name: _own_part(averages, name, held[name], tensor) for name, tensor in job.average.parts.items()}
@@ -93,7 +104,8 @@ def _of_optimizer(job: Job, held: Mapping[str, Held]) -> tuple[dict[str, Part], 
             continue
         for what, value in job.optimizer.state[parameter].items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{what}"] = _remembered(job, name, held[name], what, value)
+                part = job.network.part_of(value)
+                tensors[f"{name}/{what}"] = _remembered(job, name, held[name], what, part)
             elif isinstance(value, bool | int | float | str):
                 numbers.setdefault(name, {})[what] = value
             elif value is not None:
@@ -133,7 +145,7 @@ def _put_in_optimizer(checkpoint: Checkpoint, job: Job, held: Mapping[str, Held]
         parameter = parameters[name]
         shape = saved.shape(key)
         if shape and shape == held[name].shape:
-            value = _own_part(saved, key, held[name], held[name].tensor)
+            value = job.network.like_parameter(parameter, _own_part(saved, key, held[name], held[name].tensor))
         else:
             value = saved.read(key)
             group = groups[id(parameter)]

@@ -85,9 +85,9 @@ class Saver:
         job = self._job
         losses = job.network.gather(progress.losses.tolist())
         self.finish()
+        snapshot = take_snapshot(job)
         if job.network.rank and not self._together:
             return
-        snapshot = take_snapshot(job)
         content = {
             "config": settings_saved(job.config),
             "plan": json.loads(job.network.plan.to_json()),
