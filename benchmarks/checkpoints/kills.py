@@ -1,6 +1,6 @@
 """Kill a run again and again while it saves after every step, and let it go on each time.
 
-    python -m benchmarks.checkpoints.kills --kills 200
+    python -m benchmarks.checkpoints.kills --kills 200 --epochs 15
 
 Every attempt is forked from this process, which has loaded torch and done nothing else, saves after every step, and is
 killed with SIGKILL at a random moment. After each kill the newest checkpoint must be whole. At the
