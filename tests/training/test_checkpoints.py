@@ -25,7 +25,9 @@ NETS: dict[str, dict[str, Any]] = {
     [
         ("two layers", 4, {1: ["data"], 4: ["data", "model", "spatial", "2x2"]}),
         pytest.param("resnet18", 2, {1: ["data"], 2: ["data", "model", "spatial"]}, marks=pytest.mark.thorough),
-        pytest.param("resnet18", 4, {1: ["data"], 4: ["data", "model", "spatial", "2x2"]}, marks=pytest.mark.thorough),
+        pytest.param("resnet18", 4, {4: ["data", "model", "spatial"]}, marks=pytest.mark.thorough),
+        pytest.param("resnet18", 4, {4: ["data", "model", "2x2"]}, marks=pytest.mark.thorough),
+        pytest.param("resnet18", 4, {1: ["data"], 4: ["spatial", "2x2"]}, marks=pytest.mark.thorough),
         pytest.param("unet", 2, {1: ["data"], 2: ["data", "model", "spatial"]}, marks=pytest.mark.thorough),
         pytest.param("unet", 4, {1: ["data"], 4: ["data", "model", "spatial", "2x2"]}, marks=pytest.mark.thorough),
     ],
