@@ -28,7 +28,7 @@ from shoal import running
 from shoal.config import TrainConfig
 from shoal.training.run_folder import RunFolder
 
-TIMES = ("samples_per_sec", "step_time_ms", "wall_seconds")
+TIMES = ("samples_per_sec", "step_time_ms", "wall_seconds", "train_seconds")
 
 
 def settings(**more: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Run:
                 raise
             raise told from error
         finally:
-            self._saver.abandon()
+            self._saver.close()
             self.listener.ended()
         return result
 

@@ -98,7 +98,7 @@ def told(before: TrainConfig, now: TrainConfig, repeated: int, lost: Iterable[st
     lines = []
     changed = [
         f"{name} = {getattr(now, name)!r} (before: {getattr(before, name)!r})"
-        for name in ("exchange", "replicas", *PLACES_OF_PARTS)
+        for name in ("exchange", "replicas")
         if getattr(now, name) != getattr(before, name)
     ]
     if changed and (gone := sorted(set(lost))):

@@ -46,6 +46,12 @@ class Beside:
         self._thread = threading.Thread(target=run, name="shoal-checkpoint", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """Until the last piece is done, or gives up because it waits for others; whatever comes of it."""
+        self.over = True
+        if self._thread is not None:
+            self._thread.join()
+
     def check(self) -> None:
         """Raise what went wrong, if it did."""
         if self._error is not None:
@@ -111,9 +117,9 @@ class Saver:
         with self._writing(self._folder.path):
             self._beside.finish()
 
-    def abandon(self) -> None:
-        """The run ends with an error: nobody waits for what is being written."""
-        self._beside.over = True
+    def close(self) -> None:
+        """The run has ended, perhaps with an error: what is being written is written, without waiting for others."""
+        self._beside.close()
 
     def _write(
         self, number: int, snapshot: Snapshot, content: dict[str, Any], steps: int, seconds: list[float]
