@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shoal import data, errors, zoo
     from shoal.capturing import capture
     from shoal.cluster import Cluster
+    from shoal.comparing import compare
+    from shoal.comparison import Comparison
     from shoal.config import TrainConfig
     from shoal.exchanging import compression
     from shoal.execution import (
@@ -59,6 +61,8 @@ __all__ = [
     "resume",
     "Listener",
     "RunResult",
+    "compare",
+    "Comparison",
     "load",
     "Trained",
     "Plan",
@@ -91,6 +95,8 @@ _HOME = {
     "resume": "shoal.running",
     "Listener": "shoal.training",
     "RunResult": "shoal.result",
+    "compare": "shoal.comparing",
+    "Comparison": "shoal.comparison",
     "load": "shoal.using",
     "Trained": "shoal.using",
     "Plan": "shoal.plan",

@@ -46,10 +46,10 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _help(field: FieldInfo) -> str:
-    default = (
-        "" if field.is_required() or field.default_factory or field.default in (None, "") else f"  [{field.default}]"
-    )
-    return f"{field.description}{default}"
+    if field.is_required() or field.default_factory or field.default in (None, "", ()):
+        return f"{field.description}"
+    usual = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{field.description}  [{usual}]"
 
 
 def _metavar(field: FieldInfo) -> str:

@@ -167,6 +167,9 @@ class Exchange(ABC):
     def interrupt(self) -> None:  # noqa: B027
         """Let a step that waits for other replicas in another thread fail now, if it can. The exchange is over then."""
 
+    def wait_until_sent(self) -> None:  # noqa: B027  (only where something is sent beside the training)
+        """Return when nothing of this replica's is on its way any more."""
+
     def close(self) -> None:  # noqa: B027  (a hook: not every exchange has something to let go of)
         """Leave in good order."""
 

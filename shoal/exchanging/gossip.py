@@ -371,6 +371,9 @@ class Gossip(OwnWeights):
             super().put_own_state({name: value for name, value in state.items() if name != "share"})
             self.share = float(state["share"])
 
+    def wait_until_sent(self) -> None:
+        self._outbox.wait(self._peers.heartbeat)
+
     def close(self) -> None:
         self._outbox.close()
         self._peers.close()

@@ -395,7 +395,7 @@ class Conductor:
                 )
                 return
             epoch = math.ceil(order.after / self._about.steps_per_epoch)
-            line = self._journal.test_line(replica, evaluation, epoch, settled.counted, now)
+            line = self._journal.test_line(replica, evaluation, epoch, settled, now)
             self._effects += [Log(line), Mark(replica)]
             self._best = self._best.after(evaluation, epoch=epoch, step=settled.counted)
             if self._best.since == 0:

@@ -20,6 +20,8 @@ class HowFar:
     """Numbers below the largest handed out that were not counted."""
     position: Position = field(default_factory=Position)
     wall_seconds: float = 0.0
+    train_seconds: float = 0.0
+    """In which some replica trained, without tests during which nobody did."""
     last_loss: float = float("nan")
     step_seconds: tuple[float, ...] = ()
     tested: int = 0

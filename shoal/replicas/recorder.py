@@ -4,6 +4,8 @@ import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 from shoal.config import TrainConfig
+from shoal.errors import PlanError
 from shoal.files import write_atomically, write_text_atomically
+from shoal.plan import Plan
 from shoal.replicas.effects import (
     ForFiles,
     HowFar,
@@ -78,9 +82,17 @@ class Recorder:
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
-                result = result_of(self._config, self._about, effect.tested, effect.measured)
+                about = replace(self._about, plan_in_words=self._plan_in_words())
+                result = result_of(self._config, about, effect.tested, effect.measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
+
+    def _plan_in_words(self) -> str | None:
+        """As the first replica told of it; None where it came to no plan, or each replica is one worker."""
+        with suppress(PlanError):
+            plan = Plan.load(self._folder.plan)
+            return plan.in_words() if plan.ranks > 1 else None
+        return None
 
     def _write_trace(self, replica: int, text: Tensor) -> None:
         """The traces of all replicas that sent theirs, as one: whoever is lost before that is left out."""
@@ -129,6 +141,7 @@ class Recorder:
             losses=[[0.0, 0.0]],
             more={
                 "again": list(how_far.again),
+                "train_seconds": how_far.train_seconds,
                 "replicas": how_far.scores,
                 "events": [dict(event) for event in how_far.events],
                 "own": dict(effect.own),
@@ -143,6 +156,7 @@ def read_past(content: Mapping[str, Any]) -> HowFar:
         counted=content["steps"],
         again=tuple(content.get("again", ())),
         wall_seconds=content["wall_seconds"],
+        train_seconds=content.get("train_seconds", 0.0),
         last_loss=content["last_loss"],
         step_seconds=tuple(content["step_seconds"].tolist()),
         tested=content["tested"],

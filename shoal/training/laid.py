@@ -25,12 +25,14 @@ from shoal.execution import (
 from shoal.execution.laying import Captured, capture_on_all, lay
 from shoal.execution.whole import holders, parts_of, put_together, tell_holders
 from shoal.finding import choose_plan
+from shoal.finding.auto import gives_losses, price_from_cache
 from shoal.launching import tell_stage
-from shoal.lowering.boundary import IO, even_shares
+from shoal.lowering.boundary import IO, Boundary, even_shares
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.planning import resolve
+from shoal.planning.outlining import outline_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
 from shoal.traffic import Sent, total
@@ -172,14 +174,19 @@ class LaidNetwork(Network):
     def _part(self, module: ParallelModule, shape: Shape) -> BatchPart:
         labels = self._shapes.labels(shape)
         if self._io == "share":
-            shares = even_shares(shape[0], self.ranks)
-            start = sum(shares[: self.rank])
-            rows = slice(start, start + shares[self.rank])
-            return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
+            return share_of(shape, labels, self.rank, self.ranks)
         result = module.output_tile(shape[0])
         if result is not None and len(result) > len(labels):  # of scores, which have channels
             result = (*result[:1], *result[2:])
         return BatchPart(_window(module.input_tile(shape[0]), shape), _window(result, labels))
+
+
+def share_of(shape: Shape, labels: Shape, rank: int, ranks: int) -> BatchPart:
+    """A rank's own samples of a batch, whole; shares differ by at most one."""
+    shares = even_shares(shape[0], ranks)
+    start = sum(shares[:rank])
+    rows = slice(start, start + shares[rank])
+    return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
 
 
 def replica_of(module: ParallelModule, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
@@ -238,7 +245,23 @@ def lay_over_ranks(
 
     module = laid(captured)
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
-    return LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
+    network = LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
+    graph, cuts = captured.graphs[True], dict(module.plan.layers)
+    priced = price_from_cache(
+        captured,
+        cuts,
+        transport,
+        module.plan.name,
+        io=io,
+        batch_norm=config.batch_norm,
+        bucket_bytes=module.bucket_bytes,
+    )
+    network.price = priced
+    if transport.rank == 0:
+        network.outline = outline_of(
+            graph, cuts, Boundary(io, transport.world), module.plan.name, losses=gives_losses(captured), priced=priced
+        )
+    return network
 
 
 def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:

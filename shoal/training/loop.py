@@ -23,6 +23,7 @@ from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
+from shoal.tracing.predicted import predicted_trace
 from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
@@ -179,6 +180,9 @@ class Run:
             trace, missing = recorded
             with self.folder.writing(self.folder.trace):
                 trace.from_zero().save(self.folder.trace)
+            if self.job.network.price is not None:
+                with self.folder.writing(self.folder.predicted_trace):
+                    predicted_trace(self.job.network.price).save(self.folder.predicted_trace)
             if missing is not None:
                 self._write(metrics, event="warning", text=missing)
 
@@ -230,8 +234,15 @@ class Run:
         tested = self._evaluate(metrics, stop)
         self.progress.tested = self.progress.steps
         self._keep_best(tested)
-        epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
-        self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
+        line = line_of_test(
+            tested,
+            epoch=self.progress.position.epoch + 1,
+            step=self.progress.steps,
+            samples=self.progress.steps * self.job.config.samples_per_step,
+            train_seconds=sum(self.progress.step_seconds),
+            wall_seconds=time.perf_counter() - self._begun,
+        )
+        self._write(metrics, **line)
         return tested
 
     def _keep_best(self, tested: Evaluation) -> None:
@@ -330,8 +341,11 @@ class Run:
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
+            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0)
+            if network.counts_bytes
+            else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
+            step_seconds_predicted=None if network.price is None else network.price.seconds,
         )
         return result_of(config, self._about(), tested, measured)

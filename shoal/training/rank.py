@@ -46,6 +46,9 @@ def train_on_rank(
             write_objects(folder, own)
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)
+            if job.network.outline is not None:
+                with folder.writing(folder.outline):
+                    job.network.outline.save(folder.outline)
         return Run(job, folder, progress, heard).complete()
 
 

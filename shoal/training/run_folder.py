@@ -56,6 +56,21 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def predicted_trace(self) -> Path:
+        """Beside a trace, what the cost model had predicted of a step, where it knew."""
+        return self.path / "predicted_trace.json"
+
+    @property
+    def outline(self) -> Path:
+        """The network under its plan, stage by stage, where it is cut over several workers."""
+        return self.path / "outline.json"
+
+    @property
+    def events(self) -> Path:
+        """A folder of TensorBoard's, where it was asked for."""
+        return self.path / "tensorboard"
+
+    @property
     def checkpoint(self) -> Path:
         """All that is needed to go on."""
         return self.path / "checkpoint.pt"
