@@ -73,6 +73,9 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal export runs/NAME network.pt2": Run(),
     "shoal verify --model resnet18 --workers 2 --plan spatial": Run(),
     "shoal plan --model vgg16 --workers 4 --cluster p100-4x4": Run(),
+    "shoal compare --plans data,auto,ddp --data digits": Run(
+        instead="shoal compare --plans data,auto,ddp --data digits --epochs 1 --rounds 2"
+    ),
     "shoal train --workers 2 --plan auto --model lenet5": Run(),
     "shoal train --replicas 2 --exchange downpour": Run(),
     "shoal train --model lenet5 --data fashion-mnist --epochs 5": BY_HAND,
@@ -89,6 +92,10 @@ TABLE: Mapping[str, Run | Left] = {
     "git log -1 --format=%ae": Left("prints an address of the checkout's history"),
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
+    "shoal compare --plans data,owt,auto,ddp --exchanges allreduce,downpour,local --workers 4 --data digits --epochs 5 "
+    "--out runs/compare": Run(shown=True),
+    "shoal compare --resume DIR": Run(instead="shoal compare --resume runs/compare"),
+    "shoal train --plan ddp": Run(instead="shoal train --plan ddp --workers 2 --data digits --epochs 1"),
     "python -m scripts.operator_table": ITSELF,
     "shoal train --plan auto": TEMPLATE,
     "pip install tifffile zarr": PACKAGES,
