@@ -113,7 +113,6 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal train --model lenet5 --data digits --workers 2 --plan spatial --trace --out runs/traced": Run(),
     "shoal trace show runs/traced": Run(shown=True),
     "shoal trace open runs/traced": Left("opens a browser: tests/tracing/test_perfetto.py"),
-    "shoal trace open": Left("opens a browser: tests/tracing/test_perfetto.py"),
     "shoal profile --model lenet5 --input 1,28,28 --classes 10 --batch 64 --workers 2 --out timings.json": Run(),
     "shoal trace show runs/traced --predicted --timings timings.json": Run(shown=True),
     "shoal trace open runs/traced --predicted --timings timings.json --out both.json": Run(),
