@@ -371,7 +371,7 @@ class _Life:
 
     def _test(self, order: MakeTest) -> None:
         """Test the common weights, and save them where that is due. The other replicas train on."""
-        job = self._job
+        job, diary, begun = self._job, self._transport.diary, now()
         if not self._options.keeps_own:
             self._report(self._exchange.flush())
         # What is counted by now, others' work too, is in the weights that come next.
@@ -387,6 +387,8 @@ class _Life:
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
             states = [packed(files)] if order.save else []
         self._tell(HasTested(order.after, tested), [*states, *weights])
+        if diary is not None:
+            diary.note("test", "the common weights", begun)
         self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
 
     def _hand_in(self, order: HandIn) -> None:
