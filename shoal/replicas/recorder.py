@@ -43,10 +43,21 @@ from shoal.training.run_folder import RunFolder
 
 
 class Recorder:
-    """Writes what it is told to into `folder`. `length`: bytes of metrics that belong to earlier parts of the run."""
+    """Writes what it is told to into `folder`. `length`: bytes of metrics that belong to earlier parts of the run.
 
-    def __init__(self, folder: RunFolder, config: TrainConfig, about: About, *, length: int = 0) -> None:
-        self._folder, self._config, self._about = folder, config, about
+    `spared`: the checkpoint that the run goes on from, which a replica may read late: it stays, beside the newest.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: TrainConfig,
+        about: About,
+        *,
+        length: int = 0,
+        spared: Checkpoint | None = None,
+    ) -> None:
+        self._folder, self._config, self._about, self._spared = folder, config, about, spared
         with folder.writing(folder.metrics):
             self._metrics = MetricsFile(folder.metrics, length=length)
         self.lacks_lines = self._metrics.lacks_lines
@@ -177,7 +188,7 @@ class Recorder:
         with self._drafting:
             self._drafts.clear()
         draft.commit(how_far.counted)
-        self._folder.checkpoints.keep(self._config.keep)
+        self._folder.checkpoints.keep(self._config.keep, self._spared)
 
 
 COMMON = "common.json"

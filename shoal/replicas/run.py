@@ -220,7 +220,13 @@ def _conducting(
         with folder.writing(folder.inference):
             write_text_atomically(folder.inference, inference.to_json())
         write_objects(folder, own)
-        recorder = Recorder(folder, config, about, length=0 if whence is None else whence.metrics_length)
+        recorder = Recorder(
+            folder,
+            config,
+            about,
+            length=0 if whence is None else whence.metrics_length,
+            spared=None if whence is None else whence.checkpoint,
+        )
         stack.callback(recorder.close)
         conducting = Conducting(
             config,

@@ -166,9 +166,11 @@ class CheckpointFolder:
                 aside.append(target)
         return aside
 
-    def keep(self, count: int) -> None:
-        """Remove all but the newest."""
+    def keep(self, count: int, spared: Checkpoint | None = None) -> None:
+        """Remove all but the newest, and one that somebody may still read."""
         for checkpoint in self.all()[:-count]:
+            if checkpoint == spared:
+                continue
             # Its name goes first, so that nobody finds half of it.
             old = checkpoint.path.with_name(f".{checkpoint.path.name}.{new_token()}.tmp")
             checkpoint.path.rename(old)
