@@ -12,7 +12,7 @@
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
-        ├── DiedError                    a process that the run needs ended without a word: it was killed
+        ├── DiedError                    a process that the run needs ended without a word, or fell silent
         ├── PeerError                    another rank's trouble, which that rank itself tells better
         │   ├── LostError                a replica is gone that the others cannot go on without
         │   ├── SilentError              another rank that does not answer: frozen, or busy with something else
@@ -96,7 +96,7 @@ class DivergedError(RunError):
 
 
 class DiedError(RunError):
-    """A process that the run needs ended without a word. Another attempt may go well."""
+    """A process that the run needs ended without a word, or fell silent. Another attempt may go well."""
 
 
 class PeerError(RunError):

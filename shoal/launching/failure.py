@@ -130,7 +130,7 @@ def _lost(
         problem = f"{show_ranks(waited)} waited for each other, and none answered within {timeout:g} seconds{where}."
     else:
         problem = f"{show_ranks(waited)} lost their connections to each other{where}: {first.what}."
-    error = PeerError(
+    error = DiedError(
         problem, "If a step may take longer, give a longer time-out (--timeout); else look at what those ranks did."
     )
     error.__cause__ = RemoteError(first.trace)

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from shoal.errors import ConfigError, DivergedError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, DiedError, DivergedError, PeerError, StoppedError
 from shoal.launching.failure import Failure, explain
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
@@ -75,7 +75,7 @@ def test_what_all_ranks_found_alike_is_told_without_a_rank() -> None:
 )
 def test_nobody_is_at_fault(failures: list[Failure], ended: list[int], running: list[int], words: str) -> None:
     told = explain(failures, ended, running, 5)
-    assert type(told) is RunError
+    assert type(told) is DiedError
     assert words in told.problem
 
 

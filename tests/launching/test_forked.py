@@ -130,7 +130,7 @@ def test_a_helper_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> None
     assert helper.pid != launcher.pid
     helper.kill()
     printed = launcher.communicate(timeout=60)[1]
-    assert re.search(r"RunError: rank \d .*", printed)
+    assert re.search(r"DiedError: rank \d .*", printed)
     assert not psutil.wait_procs(family, timeout=10)[1]
 
 
