@@ -71,6 +71,9 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal train --resume runs/NAME --workers 4 --plan model": Run(
         instead="shoal train --resume runs/NAME --workers 4 --plan model --epochs 3"
     ),
+    "shoal train --out runs/NAME --resume auto --restarts 3": Run(
+        instead="shoal train --out runs/auto --resume auto --restarts 3 --epochs 1"
+    ),
     "shoal predict runs/NAME photos --csv classes.csv": Run(),
     "shoal evaluate runs/NAME --data folder:others --workers 2": Run(),
     "shoal export runs/NAME network.pt2": Run(),
@@ -95,6 +98,9 @@ TABLE: Mapping[str, Run | Left] = {
     "git log -1 --format=%ae": Left("prints an address of the checkout's history"),
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
+    "shoal train --out runs/mine --checkpoint-every 10min --resume auto": Run(),
+    "torchrun --nproc-per-node 4 --max-restarts 3 -m shoal train --out runs/mine --checkpoint-every 500steps "
+    "--resume auto ...": TEMPLATE,
     "shoal compare --plans data,owt,auto,ddp --exchanges allreduce,downpour,local --workers 4 --data digits --epochs 5 "
     "--out runs/compare": Run(shown=True),
     "shoal compare --resume DIR": Run(instead="shoal compare --resume runs/compare"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.timings import Timings
     from shoal.tracing.own_loop import trace
     from shoal.training import Listener
-    from shoal.using import Trained, load
+    from shoal.using import Trained, load, save
     from shoal.verdict import Verdict
     from shoal.verifying import verify
 
@@ -64,6 +64,7 @@ __all__ = [
     "compare",
     "Comparison",
     "load",
+    "save",
     "Trained",
     "Plan",
     "Cut",
@@ -98,6 +99,7 @@ _HOME = {
     "compare": "shoal.comparing",
     "Comparison": "shoal.comparison",
     "load": "shoal.using",
+    "save": "shoal.using",
     "Trained": "shoal.using",
     "Plan": "shoal.plan",
     "Cut": "shoal.partition",

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -18,7 +27,7 @@ from shoal.errors import ConfigError, suggestion
 from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
 from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimizer
-from shoal.units import parse_quantity
+from shoal.units import Period, parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
 TORCH_STRATEGIES = ("ddp", "fsdp2", "post-local-sgd")
@@ -50,6 +59,11 @@ def _bytes(value: object) -> object:
         return value if value is None else int(parse_quantity(value, "bytes"))
     except ValueError:
         raise ValueError("a number of bytes, alone or with a unit: 500000000, 500MB, 8GiB") from None
+
+
+def _none(value: object) -> object:
+    """`none` is nothing: what was given in a recipe, or in the run that goes on, can be taken back."""
+    return None if value == "none" else value
 
 
 def _count(value: object) -> object:
@@ -96,6 +110,7 @@ Workers = Annotated[
         description="Ranks in all, started on this host; auto is one per core. Under torchrun and srun: their number.",
     ),
 ]
+Every = Annotated[Period, PlainValidator(Period.parse), PlainSerializer(str)]
 Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
 Shape = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_sizes), Field(min_length=1)]
 
@@ -224,9 +239,9 @@ class TrainConfig(Settings):
         description="Copies of the network, each on workers / replicas of the workers under the plan; "
         "kept together by the exchange.",
     )
-    exchange: str | None = Field(
+    exchange: Annotated[str | None, BeforeValidator(_none)] = Field(
         default=None,
-        description=f"How replicas keep together: {', '.join(EXCHANGES)}; allreduce unless given. "
+        description=f"How replicas keep together: {', '.join(EXCHANGES)}; allreduce unless given; none: one network. "
         "See docs/exchanges.md.",
     )
     exchange_options: Options = Field(default_factory=dict)
@@ -249,8 +264,12 @@ class TrainConfig(Settings):
     """Stop at the end of an epoch when so many tests in a row were not better than the best one before."""
     eval_steps: int | None = Field(default=None, gt=0)
     """Test after every so many steps too, between the tests of `eval_every`."""
-    checkpoint_every: int = Field(default=1, gt=0)
-    """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
+    checkpoint_every: Every = Period(1, "epochs")
+    """Time from one checkpoint to the next, such as 500steps, 1epoch or 10min; the end and Ctrl-C always leave one."""
+    keep: int = Field(default=2, gt=0)
+    """Checkpoints that are kept, the newest; of two, the older is used where the newer is damaged."""
+    restarts: int = Field(default=0, ge=0)
+    """How often a run that lost a worker goes on by itself from its last checkpoint; under torchrun: --max-restarts."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
     tensorboard: bool = False

@@ -12,6 +12,7 @@
     └── RunError                exit 1   a run that had begun and could not go on
         ├── DivergedError                the loss is no longer a number
         ├── OutOfMemoryError             a step needs more memory than there is
+        ├── DiedError                    a process that the run needs ended without a word: it was killed
         ├── PeerError                    another rank's trouble, which that rank itself tells better
         │   ├── LostError                a replica is gone that the others cannot go on without
         │   ├── SilentError              another rank that does not answer: frozen, or busy with something else
@@ -92,6 +93,10 @@ class RunError(ShoalError):
 
 class DivergedError(RunError):
     """The loss is no longer a number."""
+
+
+class DiedError(RunError):
+    """A process that the run needs ended without a word. Another attempt may go well."""
 
 
 class PeerError(RunError):

@@ -118,6 +118,11 @@ class ExchangeOptions(BaseModel):
         """
         return self.keeps_own
 
+    @property
+    def own_in_words(self) -> str:
+        """For people: what a replica has of its own."""
+        return "weights of their own" if self.keeps_own else "what they had not sent yet"
+
     def bytes_per_step(self, weights: int, replicas: int, *, in_memory: bool) -> int | None:  # noqa: ARG002
         """What crosses between a replica and others in one step, of so many bytes of weights.
 

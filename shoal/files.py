@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,10 +46,23 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what `write_atomically` could not: drafts of processes that were killed.
+    """Remove what `write_atomically` could not: drafts of processes that were killed, of files and of folders.
 
     Only for a folder in which nobody writes.
     """
     for path in folder.glob(".*.tmp"):
-        if _DRAFT.fullmatch(path.name):
+        if _DRAFT.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif _DRAFT.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder be on the disk, where the system can be told so."""
+    if sys.platform == "win32":
+        return
+    names = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(names)
+    finally:
+        os.close(names)

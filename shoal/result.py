@@ -109,6 +109,12 @@ class RunResult(BaseModel):
     """Optimizer steps."""
     samples: int
     """Training samples seen, over all workers."""
+    samples_left_out: int = 0
+    """Samples at the ends of the epochs trained that were too few for a step; every epoch leaves out others."""
+    samples_repeated: int = 0
+    """Samples that were trained on twice because the run went on with batches of another size; in `samples` once."""
+    restarts: int = 0
+    """How often the run went on by itself after it had lost a worker."""
     final_loss: float
     """Mean training loss over the last epoch."""
     test_loss: float

@@ -1,8 +1,9 @@
 """Quantities with a unit, and how people read them."""
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import NewType
+from typing import Literal, NewType, Self
 
 Seconds = NewType("Seconds", float)
 Bytes = NewType("Bytes", int)
@@ -94,3 +95,40 @@ def show_quantity(value: float, kind: str) -> str:
             digits = len(number.replace(".", "").strip("0"))
             found.append((number.startswith("0"), digits, "bit" in unit, -size, number + unit))
     return min(found)[-1] if found else repr(value)
+
+
+_PERIOD = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(steps?|epochs?|min(?:utes?)?|)")
+
+
+@dataclass(frozen=True)
+class Period:
+    """How often something happens in a run: every so many steps, epochs or minutes."""
+
+    count: float
+    unit: Literal["steps", "epochs", "minutes"]
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """A text such as 500steps, 1epoch or 10min; a number alone is one of epochs. Else a `ValueError`.
+
+        >>> str(Period.parse("500 steps")), str(Period.parse(2)), str(Period.parse("0.5min"))
+        ('500steps', '2epochs', '0.5min')
+        """
+        if isinstance(value, cls):
+            return value
+        text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
+        found = _PERIOD.fullmatch(text)
+        unit: Literal["steps", "epochs", "minutes"] = "epochs"
+        if found is not None and found[2]:
+            unit = "steps" if found[2][0] == "s" else "minutes" if found[2][0] == "m" else "epochs"
+        if found is None or float(found[1]) <= 0 or (unit != "minutes" and "." in found[1]):
+            raise ValueError("a number of steps, epochs or minutes above 0, such as 500steps, 1epoch or 10min")
+        return cls(float(found[1]), unit)
+
+    def __str__(self) -> str:
+        word = {"steps": "step", "epochs": "epoch", "minutes": "min"}[self.unit]
+        return f"{self.count:g}{word}" + ("s" if self.count != 1 and self.unit != "minutes" else "")
+
+    def every(self, unit: str) -> int | None:
+        """The count of this unit, of steps or epochs; None where it is in another."""
+        return int(self.count) if self.unit == unit else None

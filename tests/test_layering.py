@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
-    "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
+    "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "execution", "training"},
     "reporting": {
         *("_version", "errors", "units", "files", "partition"),
         *("result", "timeline", "comparison", "outline"),

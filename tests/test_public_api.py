@@ -26,6 +26,7 @@ PUBLIC = [
         "compare",
         "Comparison",
         "load",
+        "save",
         "Trained",
         "Plan",
         "Cut",

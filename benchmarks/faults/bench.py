@@ -33,6 +33,7 @@ import psutil
 
 from benchmarks.faults.files import what_is_not_whole
 from shoal.replicas.journal import HAPPENINGS
+from shoal.training.run_folder import RunFolder
 
 HEARTBEAT = 0.5
 MARGIN = 10.0
@@ -229,7 +230,7 @@ class Run:
             wrong.append(f"{len(alive)} processes left")
         if self.shared is not None and self.shared.exists():
             wrong.append(f"shared memory left: {self.shared.name}")
-        if goes_on and not wrong and not (self.out / "checkpoint.pt").exists():
+        if goes_on and not wrong and not RunFolder(self.out).can_go_on:
             wrong.append("was stopped and left no checkpoint")
         self.printed.close()
         return [*wrong, *what_is_not_whole(self.out)]

@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import torch
 import yaml
 
 from shoal.errors import ShoalError
 from shoal.plan import Plan
-from shoal.training.checkpoint import read_own
 from shoal.training.run_folder import RunFolder
 
 
@@ -20,14 +18,16 @@ def what_is_not_whole(path: Path) -> list[str]:
         (folder.config, lambda: yaml.safe_load(folder.config.read_text())["model"]),
         (folder.plan, lambda: Plan.load(folder.plan)),
         (folder.metrics, lambda: _read_lines(folder.metrics)),
-        (folder.checkpoint, lambda: _read_checkpoint(folder)),
     ):
         try:
             if file.exists():
                 read()
         except (ShoalError, OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError) as error:
             wrong.append(f"{file.name} is not whole: {type(error).__name__}: {error}")
-    return wrong
+    checkpoints = folder.checkpoints
+    wrong += [f"half a checkpoint is left: {draft.name}" for draft in checkpoints.path.glob(".*.tmp")]
+    damaged = {checkpoint.path.name: checkpoint.damage() for checkpoint in checkpoints.all()}
+    return wrong + [f"{name} is not whole: {why}" for name, why in damaged.items() if why is not None]
 
 
 def _read_lines(path: Path) -> None:
@@ -36,10 +36,3 @@ def _read_lines(path: Path) -> None:
         raise ValueError("its last line is not")
     for line in text.splitlines():
         json.loads(line)
-
-
-def _read_checkpoint(folder: RunFolder) -> None:
-    """With the own states of replicas that it names."""
-    content = torch.load(folder.checkpoint, weights_only=True)
-    for replica, moment in content.get("own", {}).items():
-        read_own(folder.own_state(replica, moment))

@@ -69,6 +69,9 @@ class _Lines(Listener):
         if by < of and time.monotonic() - self._last_line > STARTING_LINE_SECONDS:
             self._print(f"starting: {by} of {of} workers {done}")
 
+    def restarting(self, why: str, left: int) -> None:
+        self._print(f"{why} Going on from the last checkpoint; {left} of the restarts are left.")
+
     def planning(self, done: int, of: int, what: str) -> None:
         if done == 0 or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:
             self._print(f"finding a plan: {what} ({done} of {of})")

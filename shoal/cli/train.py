@@ -12,15 +12,17 @@ from shoal.launching import load_ahead, surrounding
 from shoal.machine import cores, has_gpu_driver
 from shoal.result import RunResult
 
+AUTO = "auto"
+
 
 @click.command()
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
 @options_of(TrainConfig)
 @click.option(
     "--resume",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Go on with the stopped run in this folder.",
+    metavar="auto|PATH",
+    help="Go on with the stopped run in this folder, or from this one of its checkpoints; auto: with the run in --out, "
+    "or begin it.",
 )
 @click.option(
     "--join",
@@ -32,7 +34,7 @@ from shoal.result import RunResult
 @click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output, all else to the other.")
 def train(
     recipe: Path | None,
-    resume: Path | None,
+    resume: str | None,
     join: Path | None,
     print_config: bool,
     as_json: bool,
@@ -46,10 +48,13 @@ def train(
     if join is not None:
         _join(join, recipe, given)
         return
-    if resume is not None:
-        _go_on(resume, recipe, given, as_json=as_json)
+    if resume is not None and resume != AUTO:
+        _go_on(Path(resume), recipe, given, as_json=as_json)
         return
-    config = TrainConfig.parse({**_from_recipe(recipe), **given})
+    values = {**_from_recipe(recipe), **given}
+    config = TrainConfig.parse(values)
+    if resume == AUTO and _goes_on_by_itself(config, values, as_json=as_json):
+        return
     if print_config:
         click.echo(config.to_yaml(), nl=False)
         return
@@ -95,6 +100,30 @@ def _from_recipe(recipe: Path | None) -> dict[str, Any]:
     values = read_recipe(recipe)
     TrainConfig.parse(values, source=f"recipe {str(recipe)!r}: ")
     return values
+
+
+def _goes_on_by_itself(config: TrainConfig, values: dict[str, Any], *, as_json: bool) -> bool:
+    """Go on with the run in --out, if one is there that has a checkpoint; a finished one is left as it is."""
+    if config.out is None:
+        raise ConfigError("--resume auto does not know which run is meant.", "Name its folder with --out DIR.")
+    from shoal.training.run_folder import RunFolder
+
+    folder = RunFolder(config.out)
+    if folder.holds_old_checkpoint:
+        RunFolder.open(config.out)
+    if not (folder.can_go_on and folder.config.exists()):
+        return False
+    from shoal import running
+    from shoal.cli.progress import progress_for_people
+
+    changes = running.changes_to(folder, values)
+    if folder.result.exists() and not {"epochs", "patience"} & changes.keys():
+        _say(f"the run in {folder.path} is finished: see {folder.result}", aside=as_json)
+        _print_result(RunResult.model_validate_json(folder.result.read_text(encoding="utf-8")), as_json=as_json)
+        return True
+    _say(f"going on with the run in {folder.path} ...", aside=as_json)
+    _print_result(running.resume(folder.path, changes, progress_for_people(aside=as_json)), as_json=as_json)
+    return True
 
 
 def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str], *, as_json: bool) -> None:

@@ -29,7 +29,7 @@ def is_finished(path: Path) -> bool:
 def can_go_on(path: Path) -> bool:
     """Whether the run in this folder left a checkpoint; without one it starts anew."""
     folder = RunFolder(path)
-    return folder.checkpoint.exists() and folder.config.exists()
+    return folder.can_go_on and folder.config.exists()
 
 
 def carry_out(config: TrainConfig, on_line: OnLine, on_stage: Callable[[str, int, int], None]) -> RunResult:

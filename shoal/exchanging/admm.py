@@ -54,6 +54,11 @@ class Options(Kind):
     shards: int = Field(default=1, gt=0)
     """Servers, each of which holds a part of the weights; large tensors are split."""
 
+    @property
+    def own_in_words(self) -> str:
+        """Their own solutions."""
+        return "weights and multipliers of their own"
+
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
         """With servers, which keep what each replica sent last."""
         return Holding("processes", self.shards)

@@ -66,6 +66,11 @@ class Options(Compressing):
     mode: Literal["push", "pair"] = "push"
     """push: the receiver mixes by shares. pair: both take the mean of the two."""
 
+    @property
+    def own_in_words(self) -> str:
+        """Weights, and what they count for in the mean."""
+        return "weights and shares of their own"
+
     @model_validator(mode="after")
     def _check_compression(self) -> "Options":
         if self.compress in ("topk", "sign") and self.mode == "push":

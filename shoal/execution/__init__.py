@@ -13,9 +13,7 @@ from shoal.execution.module import ParallelModule
 from shoal.execution.torch_tools import elementwise_optimizer
 from shoal.execution.whole import (
     clip_grad_norm_,
-    full_optimizer_state,
     full_state_dict,
-    load_full_optimizer_state,
     load_full_state_dict,
 )
 
@@ -23,8 +21,6 @@ __all__ = [
     "ParallelModule",
     "clip_grad_norm_",
     "elementwise_optimizer",
-    "full_optimizer_state",
     "full_state_dict",
-    "load_full_optimizer_state",
     "load_full_state_dict",
 ]

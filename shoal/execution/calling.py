@@ -9,6 +9,8 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any, NoReturn
 
 import torch
@@ -70,8 +72,8 @@ class Caller:
     local_statistics: bool = False
     """Whether every rank has its own batch norm."""
     variants: dict[Key, Variant] = field(default_factory=dict)
-    flagged: bool = False
-    """Whether some rank had set its flag at the last call."""
+    flagged: int = 0
+    """Bits that some rank had set in its flag at the last call."""
     loss_share: float | None = None
     """What this rank's loss weighed in the mean at the last call; None where that was no mean over samples."""
 
@@ -113,7 +115,7 @@ class Caller:
         """The variant that the network was laid as in the present mode."""
         return self.first[self.training]
 
-    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, flag: bool, sync: bool) -> Request:
+    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, flag: int, sync: bool) -> Request:
         """What to run, the same on all ranks. A collective.
 
         Whatever keeps one rank from running it, or is different between them, is raised on all.
@@ -133,12 +135,12 @@ class Caller:
         ready = self.prepare(variant, shares)
         return self._request(variant, ready, own, table, sum(weights), sync=sync)
 
-    def refuse(self, problem: RunError, *, flag: bool) -> NoReturn:
+    def refuse(self, problem: RunError, *, flag: int) -> NoReturn:
         """Raise on all ranks what keeps this one from calling the network. A collective."""
         self._tell(GivenCall(self.example, problem=problem), flag=flag)
         raise problem
 
-    def _tell(self, own: GivenCall, *, flag: bool) -> list[Told]:
+    def _tell(self, own: GivenCall, *, flag: int) -> list[Told]:
         """What every rank was given, unless that is refused. A collective."""
         records = torch.is_grad_enabled()
         wishes = (
@@ -146,7 +148,7 @@ class Caller:
         )
         row = Told(own.call.samples, own.weight, own.problem is not None, flag, records, wishes, own.digest())
         table = [Told(*row) for row in self.transport.header("forward", numbers_of(row))]
-        self.flagged = any(other.flag for other in table)
+        self.flagged = reduce(or_, (int(other.flag) for other in table))
         self._refuse(table, own)
         return table
 

@@ -37,7 +37,7 @@ from shoal.traffic import Sent
 class _Switches:
     """What a script sets between passes."""
 
-    flag: bool = False
+    flag: int = 0
     sync: bool = True
 
 
@@ -130,17 +130,17 @@ class ParallelModule(nn.Module):
             tree.root.training = mode
 
     @property
-    def flag(self) -> bool:
-        """Set on any rank before a forward pass, `flagged` is True on all ranks after it, at no extra cost."""
+    def flag(self) -> int:
+        """Bits that are set on any rank before a forward pass are in `flagged` on all ranks after it, at no cost."""
         return self._switches.flag
 
     @flag.setter
-    def flag(self, value: bool) -> None:
+    def flag(self, value: int) -> None:
         self._switches.flag = value
 
     @property
-    def flagged(self) -> bool:
-        """Whether some rank had set its flag before the last forward pass."""
+    def flagged(self) -> int:
+        """Bits that some rank had set in its flag before the last forward pass."""
         return self._caller.flagged
 
     @property

@@ -3,7 +3,7 @@
 State dicts of the modules are whole all the same: hooks gather on saving, which is a collective, and cut on loading.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -241,13 +241,17 @@ class ShardedStates:
                 f"the state does not belong to this network: {key!r} {problem}.",
                 "Load a state of the same module, as full_state_dict or module.state_dict() gives it.",
             )
+        self.load_parts(lambda key, box: full[key][slices(box, whole(full[key].shape))], rank)
+
+    def load_parts(self, read: Callable[[str, Box], Tensor], rank: int) -> None:
+        """Take this rank's shards as `read` gives them for a key of the state dict and a box of its tensor."""
         with torch.no_grad(), plainly():
             for key, name in self.keys.items():
                 box = self.layouts[name][rank]
                 if box is None:
                     torch.autograd.graph.increment_version(self[name])  # changed, as on the ranks that have some of it
                 else:
-                    self[name].copy_(full[key][slices(box, whole(self.shapes[name]))])
+                    self[name].copy_(read(key, box))
 
 
 def shard_of(full: Tensor, box: Box | None) -> Tensor:

@@ -1,15 +1,15 @@
-"""A network that is laid over ranks as one whole: its states, its optimizer's, and the norm of its gradients."""
+"""A network that is laid over ranks as one whole: its states, and the norm of its gradients."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoal.execution.cut_parameters import bare, plainly
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.module import ParallelModule
+from shoal.execution.states import Shard
+from shoal.partition import Box
 from shoal.transport import Transport
 
 
@@ -21,75 +21,18 @@ def full_state_dict(model: ParallelModule, *, rank0_only: bool = False) -> dict[
     return model._states.gather(model._transport, rank0_only=rank0_only)
 
 
-def full_optimizer_state(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """What an optimizer of `model.parameters()` remembers, by parameter and whole. A collective.
-
-    On rank 0; empty elsewhere. Tensors of a parameter's shape come together from its shards; numbers, such as
-    counts of steps, are the first holder's.
-    """
-    own = _remembered(model, optimizer)
-    kinds = {name: {key: _scalar(value) for key, value in state.items()} for name, state in own.items()}
-    table = model._transport.gather_objects(kinds)
-    full: dict[str, dict[str, Any]] = {}
-    for name in model._states.names():
-        holder: dict[str, Any] = next((theirs[name] for theirs in table if name in theirs), {})
-        for key, number in holder.items():
-            shard = own.get(name, {}).get(key) if number is None else None
-            value = (
-                model._states.gather_one(name, model._transport, shard, rank0_only=True) if number is None else number
-            )
-            if model._transport.rank == 0:
-                full.setdefault(name, {})[key] = value
-    return full
-
-
-def load_full_optimizer_state(
-    model: ParallelModule, optimizer: Optimizer, full: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Give an optimizer what `full_optimizer_state` gave; each rank takes its shards. Also under another plan."""
-    parameters = dict(model.named_parameters())
-    for name, state in full.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: model._states.shard_of(name, value, model._transport.rank).to(parameter.device)
-            if isinstance(value, Tensor) and tuple(value.shape) == model._states.shapes[name]
-            else value
-            for key, value in state.items()
-        }
-
-
-def put_together(model: ParallelModule, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on rank 0 of parts that are cut as the parameters of these names are; empty elsewhere.
-
-    A collective: all ranks give the same names.
-    """
-    rank, full = model._transport.rank, {}
-    for name, part in parts.items():
-        held = part if model._states.layouts[name][rank] is not None else None
-        whole = model._states.gather_one(name, model._transport, held, rank0_only=True)
-        if whole is not None:
-            full[name] = whole
-    return full
-
-
-def parts_of(model: ParallelModule, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of whole tensors that are to be cut as the parameters of these names are."""
-    return {name: model._states.shard_of(name, whole, model._transport.rank) for name, whole in full.items()}
-
-
-def _remembered(model: ParallelModule, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of the parameters that this rank holds a part of."""
-    rank = model._transport.rank
+def state_parts(model: ParallelModule) -> dict[str, tuple[Shard, bool]]:
+    """This rank's part of every tensor of the original state dict, and whether it is the first that holds this part."""
+    rank, states, shards = model._transport.rank, model._states, model._states.shards()
     return {
-        name: {key: value for key, value in optimizer.state[parameter].items() if value is not None}
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state and model._states.layouts[name][rank] is not None
+        key: (shards[name], shards[name].box is not None and states.ranks_of(name, rank)[0] == rank)
+        for key, name in states.keys.items()
     }
 
 
-def _scalar(value: Any) -> Any:
-    """A number, or a tensor of one; None for a tensor that is cut as its parameter is."""
-    return value if not isinstance(value, Tensor) or value.ndim == 0 else None
+def load_parts(model: ParallelModule, read: Callable[[str, Box], Tensor]) -> None:
+    """Take this rank's part of every tensor of the original state dict, as `read` gives it for a key and a box."""
+    model._states.load_parts(read, model._transport.rank)
 
 
 def load_full_state_dict(model: ParallelModule, full: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.errors import (
+    DiedError,
     PeerError,
     RunError,
     ShoalError,
@@ -68,7 +69,7 @@ class Failure:
         if self.error is not None:
             return type(self.error)(f"rank {self.rank}{where}: {self.error.problem}", self.error.remedy)
         if self.kind == "died":
-            return RunError(
+            return DiedError(
                 f"rank {self.rank} {self.what}.",
                 "The other ranks were ended. What was killed may have run out of memory: see the system's log.",
             )
@@ -129,7 +130,7 @@ def _lost(
         problem = f"{show_ranks(waited)} waited for each other, and none answered within {timeout:g} seconds{where}."
     else:
         problem = f"{show_ranks(waited)} lost their connections to each other{where}: {first.what}."
-    error = RunError(
+    error = PeerError(
         problem, "If a step may take longer, give a longer time-out (--timeout); else look at what those ranks did."
     )
     error.__cause__ = RemoteError(first.trace)

@@ -38,6 +38,7 @@ from shoal.replicas.orders import AskTime, NextBatches, Noted, Stop, Time, order
 from shoal.replicas.recorder import Recorder
 from shoal.result import RunResult
 from shoal.tracing.clocks import own_clock
+from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.listener import About, Listener
 from shoal.transport.links import Frame
 
@@ -62,8 +63,11 @@ class Conducting:
         store: str,
         folder: str,
         own: int | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._recorder, self._listener = recorder, listener
+        self.checkpoint = checkpoint
+        """From which replicas go on."""
         whereabouts = Whereabouts(folder, *held, own=own)
         self._conductor = Conductor(config, options, about, whereabouts, past, now=time.monotonic())
         self._place = MeetingPlace(

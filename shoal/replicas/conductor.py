@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.config import TrainConfig
-from shoal.errors import DivergedError, LostError, MessageError, PeerError, RunError, ShoalError, StoppedError
+from shoal.errors import (
+    DiedError,
+    DivergedError,
+    LostError,
+    MessageError,
+    PeerError,
+    RunError,
+    ShoalError,
+    StoppedError,
+)
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging.membership.coordinator import What
 from shoal.replicas.budget import Budget, LockstepBudget, SharedBudget
@@ -101,7 +110,7 @@ class Conductor:
         self._journal = Journal(config, options, about, self._past, now)
         self._total = self._journal.total
         self._budget = self._make_budget()
-        self._tests = TestsDue(config, about.steps_per_epoch, self._past.tested)
+        self._tests = TestsDue(config, about.steps_per_epoch, self._past.tested, self._past.counted, now=now)
         self._watch = Watch(heartbeat=options.heartbeat, timeout=config.timeout, waits=not options.survives)
         self._leaving: set[int] = set()
         self._own: OwnStates | None = None
@@ -444,7 +453,12 @@ class Conductor:
 
     def _ask_to_stop(self) -> None:
         if self._stop_at is None:
-            self._stop_at = max(self._budget.handed(replica) for replica in range(self._config.replicas))
+            self._stop_at = self._furthest
+
+    @property
+    def _furthest(self) -> int:
+        """The batch that comes next for the replica that is furthest."""
+        return max(self._budget.handed(replica) for replica in range(self._config.replicas))
 
     def warn(self, text: str) -> list[Effect]:
         """Something that the user should know."""
@@ -498,7 +512,7 @@ class Conductor:
 
     def _lose_server(self, number: int) -> None:
         if not self.over:
-            self._fail(RunError(f"server {number} was lost, and with it a part of the weights.", self._go_on()))
+            self._fail(DiedError(f"server {number} was lost, and with it a part of the weights.", self._go_on()))
 
     def tick(self, now: float, heard: Mapping[int, float], waiting: Set[int]) -> list[Effect]:
         """Time passed. `heard`: when each replica last asked anything, of the conductor or of others beside it.
@@ -507,6 +521,7 @@ class Conductor:
         """
         if self.over:
             return []
+        self._tests.remind(now, self._furthest if self._options.same_batch else self.counted)
         self._give_up_on_frozen(now)
         longer: dict[int, float] = {}
         if (test := self._tests.under_way) is not None:

@@ -23,6 +23,8 @@ class HowFar:
     train_seconds: float = 0.0
     """In which some replica trained, without tests during which nobody did."""
     last_loss: float = float("nan")
+    epoch_losses: tuple[float, ...] = ()
+    """Of the batches of the epoch under way."""
     step_seconds: tuple[float, ...] = ()
     tested: int = 0
     """Steps up to which no test is due any more."""
@@ -30,6 +32,8 @@ class HowFar:
     """What `Scores.saved` gave."""
     events: tuple[Mapping[str, Any], ...] = ()
     best: Best = field(default_factory=Best)
+    samples_repeated: int = 0
+    """Samples that were trained on twice, because the run went on with batches of another size."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Journal:
         self.started = False
         """Whether a step was begun in this part of the run."""
         self._losses: list[float] = []
-        self._epoch_losses: list[float] = []
+        self._epoch_losses = list(past.epoch_losses)
         self._stopped_learning: str | None = None
         self._last_loss = past.last_loss
         self._logged = past.counted
@@ -186,6 +186,8 @@ class Journal:
             wall_seconds=self.seconds(now),
             train_seconds=self._past.train_seconds + self.scores.training_seconds,
             last_loss=self._last_loss,
+            epoch_losses=tuple(self._epoch_losses),
+            samples_repeated=self._past.samples_repeated,
             step_seconds=(*self._past.step_seconds, *self.scores.step_seconds),
             scores=self.scores.saved(),
             events=tuple(self._events),
@@ -205,6 +207,10 @@ class Journal:
             epochs=self._config.epochs,
             steps=counted,
             samples=counted * per_batch,
+            left_out=counted
+            // self._about.steps_per_epoch
+            * (self._about.train_samples - self._about.steps_per_epoch * per_batch),
+            repeated=self._past.samples_repeated,
             final_loss=self._last_loss,
             step_seconds_median=scores.median_seconds(self._past.step_seconds),
             samples_per_second=(counted - self._past.counted) * per_batch / max(scores.training_seconds, 1e-9),

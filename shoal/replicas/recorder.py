@@ -1,6 +1,5 @@
 """The files of a run of replicas, and nothing else of it: lines of metrics, checkpoint, plan, weights, result."""
 
-import io
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from shoal.config import TrainConfig
 from shoal.errors import PlanError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.plan import Plan
+from shoal.replicas.bundle import unpacked
 from shoal.replicas.effects import (
     ForFiles,
     HowFar,
@@ -26,12 +26,16 @@ from shoal.replicas.effects import (
     WriteResult,
     WriteTrace,
 )
-from shoal.result import RunResult
+from shoal.result import RunResult, versions
 from shoal.timeline import Trace
 from shoal.tracing.merge import together
-from shoal.training import checkpoint
 from shoal.training.best import Best
-from shoal.training.checkpoint import Progress
+from shoal.training.checkpoints.carry_over import samples_per_number, settings_saved
+from shoal.training.checkpoints.folder import Checkpoint, Draft, new_token
+from shoal.training.checkpoints.progress import Progress, nan_for_none
+from shoal.training.checkpoints.restoring import done_before, settings_before, step_seconds
+from shoal.training.checkpoints.saving import write_state
+from shoal.training.checkpoints.tensor_files import view_of
 from shoal.training.listener import About
 from shoal.training.metrics import MetricsFile
 from shoal.training.outcome import result_of
@@ -39,10 +43,21 @@ from shoal.training.run_folder import RunFolder
 
 
 class Recorder:
-    """Writes what it is told to into `folder`. `length`: bytes of metrics that belong to earlier parts of the run."""
+    """Writes what it is told to into `folder`. `length`: bytes of metrics that belong to earlier parts of the run.
 
-    def __init__(self, folder: RunFolder, config: TrainConfig, about: About, *, length: int = 0) -> None:
-        self._folder, self._config, self._about = folder, config, about
+    `spared`: the checkpoint that the run goes on from, which a replica may read late: it stays, beside the newest.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: TrainConfig,
+        about: About,
+        *,
+        length: int = 0,
+        spared: Checkpoint | None = None,
+    ) -> None:
+        self._folder, self._config, self._about, self._spared = folder, config, about, spared
         with folder.writing(folder.metrics):
             self._metrics = MetricsFile(folder.metrics, length=length)
         self.lacks_lines = self._metrics.lacks_lines
@@ -55,6 +70,10 @@ class Recorder:
         """Held while their common file is written: replicas may send at the same time."""
         self.result: RunResult | None = None
         """The result, once it is written."""
+        self._token, self._plan = new_token(), "null"
+        self._drafting = threading.Lock()
+        self._drafts: dict[int, Draft] = {}
+        """The checkpoint for which replicas hand in what they have of their own, by its moment."""
 
     def log(self, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
@@ -70,20 +89,23 @@ class Recorder:
         folder = self._folder
         match effect:
             case WritePlan():
+                self._plan = effect.text
                 self._write_text(folder.plan, effect.text)
             case WriteTrace():
                 self._write_trace(effect.replica, buffers[0])
             case WriteOwn():
-                self._write_bytes(folder.own_state(effect.replica, effect.moment), buffers[0])
+                with folder.writing(folder.checkpoints.path):
+                    _write_files(self._draft(effect.moment), buffers[0])
             case WriteBest():
                 self._write_bytes(folder.best, buffers[-1])
             case WriteCheckpoint():
-                with folder.writing(folder.checkpoint):
+                with folder.writing(folder.checkpoints.path):
                     self._write_checkpoint(effect, self._marks[effect.replica], buffers[0])
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
                 about = replace(self._about, plan_in_words=self._plan_in_words())
-                result = result_of(self._config, about, effect.tested, effect.measured)
+                measured = replace(effect.measured, restarts=folder.restarts)
+                result = result_of(self._config, about, effect.tested, measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result
 
@@ -120,6 +142,15 @@ class Recorder:
         """Nothing more is logged."""
         self._metrics.close()
 
+    def _draft(self, moment: int) -> Draft:
+        """The checkpoint of this moment; what was handed in for another is not needed any more."""
+        with self._drafting:
+            for other in [other for other in self._drafts if other != moment]:
+                self._drafts.pop(other).discard()
+            if moment not in self._drafts:
+                self._drafts[moment] = Draft(self._folder.checkpoints, f"moment-{moment}", self._token)
+            return self._drafts[moment]
+
     def _write_checkpoint(self, effect: WriteCheckpoint, length: int, state: Tensor) -> None:
         how_far = effect.how_far
         progress = Progress(
@@ -130,37 +161,77 @@ class Recorder:
             step_seconds=list(how_far.step_seconds),
             wall_seconds=how_far.wall_seconds,
             metrics_length=length,
+            summed=[len(how_far.epoch_losses), 0],
             tested=how_far.tested,
             best=how_far.best,
+            repeated=how_far.samples_repeated,
         )
-        checkpoint.write(
-            self._folder.checkpoint,
-            self._config,
-            torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True),
-            progress,
-            losses=[[0.0, 0.0]],
-            more={
-                "again": list(how_far.again),
-                "train_seconds": how_far.train_seconds,
-                "replicas": how_far.scores,
-                "events": [dict(event) for event in how_far.events],
-                "own": dict(effect.own),
-            },
-        )
-        self._folder.keep_own_states(effect.own)
+        options = self._config.exchange_settings()
+        draft = self._draft(next(iter(effect.own.values()), how_far.counted))
+        common = _write_files(draft, state)
+        content = {
+            "config": settings_saved(self._config),
+            "plan": json.loads(self._plan),
+            "ranks": self._config.workers // self._config.replicas,
+            "versions": versions(),
+            "progress": progress.to_dict([[sum(how_far.epoch_losses), 0.0]]),
+            "epoch_losses": list(how_far.epoch_losses),
+            "again": list(how_far.again),
+            "train_seconds": how_far.train_seconds,
+            "replicas": how_far.scores,
+            "events": [dict(event) for event in how_far.events],
+            "own": sorted(effect.own),
+            "own_of_replicas": [options.own_in_words] if options is not None and effect.own else [],
+            **common,
+        }
+        write_state(draft, content, progress.step_seconds)
+        with self._drafting:
+            self._drafts.clear()
+        draft.commit(how_far.counted)
+        self._folder.checkpoints.keep(self._config.keep, self._spared)
 
 
-def read_past(content: Mapping[str, Any]) -> HowFar:
-    """How far the run was whose checkpoint this is."""
+COMMON = "common.json"
+"""Of the files that a replica sends, the one whose content goes into the state of the checkpoint."""
+
+
+def _write_files(draft: Draft, message: Tensor) -> dict[str, Any]:
+    """Write the files that a replica sent; what is common is returned."""
+    common: dict[str, Any] = {}
+    for name, content in unpacked(view_of(message)).items():
+        if name == COMMON:
+            common = json.loads(bytes(content))
+        else:
+            draft.write_bytes(name, content)
+    return common
+
+
+def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainConfig, steps_per_epoch: int) -> HowFar:
+    """How far the run was whose checkpoint this is, counted as a run with these settings does."""
+    saved = state["progress"]
+    done, repeated = done_before(state, config)
+    before, now = samples_per_number(settings_before(state)), samples_per_number(config)
+    losses = tuple(state["epoch_losses"]) if "epoch_losses" in state else _even_losses(saved)
+    if before != now:
+        count = done.counted % steps_per_epoch
+        losses = (sum(losses) / len(losses),) * count if losses else ()
     return HowFar(
-        counted=content["steps"],
-        again=tuple(content.get("again", ())),
-        wall_seconds=content["wall_seconds"],
-        train_seconds=content.get("train_seconds", 0.0),
-        last_loss=content["last_loss"],
-        step_seconds=tuple(content["step_seconds"].tolist()),
-        tested=content["tested"],
-        scores=content.get("replicas", {}),
-        events=tuple(content.get("events", ())),
-        best=Best.from_dict(content["best"]),
+        counted=done.counted,
+        again=done.again,
+        wall_seconds=saved["wall_seconds"],
+        train_seconds=state.get("train_seconds", 0.0),
+        last_loss=nan_for_none(saved["last_loss"]),
+        epoch_losses=losses,
+        step_seconds=tuple(step_seconds(checkpoint)),
+        tested=saved["tested"] * before // now,
+        scores={int(number): score for number, score in state.get("replicas", {}).items()},
+        events=tuple(state.get("events", ())),
+        best=Best.from_dict(saved["best"]),
+        samples_repeated=saved["repeated"] + repeated,
     )
+
+
+def _even_losses(saved: Mapping[str, Any]) -> tuple[float, ...]:
+    """Of a run without replicas, which has their sum alone."""
+    total, count = sum(nan_for_none(row[0]) for row in saved["losses"]), saved["summed"][0]
+    return (total / count,) * count if count else ()

@@ -4,14 +4,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, LeftError, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -20,11 +20,15 @@ from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.replicas.conducting import Conducting
+from shoal.replicas.effects import HowFar
+from shoal.replicas.own_states import own_carried_over
 from shoal.replicas.recorder import Recorder, read_past
 from shoal.replicas.worker import train_replica
 from shoal.result import RunResult
-from shoal.training import checkpoint, initial
-from shoal.training.best import Best
+from shoal.training import initial
+from shoal.training.checkpoints.carry_over import told
+from shoal.training.checkpoints.folder import Checkpoint
+from shoal.training.checkpoints.restoring import read_state, settings_before
 from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
@@ -57,7 +61,7 @@ def train_here(
                 train_replica,
                 config,
                 conducting.meeting,
-                _checkpoint(resumed),
+                conducting.checkpoint,
                 config.workers,
                 own,
                 over=lambda: conducting.over,
@@ -95,14 +99,16 @@ def train_in_world(
     table = table_of(inside, config.timeout)
     replica = world.rank // each
 
-    def train(meeting: Meeting) -> bool:
+    def train(meeting: Meeting, checkpoint: Checkpoint | None) -> bool:
         with joined(inside, device, config.timeout):
-            return train_replica(config, meeting, _checkpoint(resumed), world.local_size or world.size, own, replica)
+            return train_replica(config, meeting, checkpoint, world.local_size or world.size, own, replica)
 
     if isinstance(own.model, nn.Module) and told_to_all(world, table, own.digest(), config.timeout) != own.digest():
         raise other_weights()
     if world.rank:
-        if not train(Meeting.from_json(told_to_all(world, table, None, config.timeout, last=True))):
+        told = json.loads(told_to_all(world, table, None, config.timeout, last=True))
+        checkpoint = None if told["checkpoint"] is None else Checkpoint(Path(told["checkpoint"]))
+        if not train(Meeting.from_json(told["meeting"]), checkpoint):
             raise LeftError(
                 f"replica {replica} was asked to stop and has left; the others go on.",
                 "The result will be in the run's folder.",
@@ -111,8 +117,10 @@ def train_in_world(
     one_host, host, store = world.on_one_host, world.listens_at, world.url
     with _conducting(config, resumed, listener, own, one_host=one_host, host=host, store=store, here=0) as conducting:
         try:
-            told_to_all(world, table, conducting.meeting.to_json(), config.timeout, last=True)
-            train(conducting.meeting)
+            whence = None if conducting.checkpoint is None else str(conducting.checkpoint.path.resolve())
+            text = json.dumps({"meeting": conducting.meeting.to_json(), "checkpoint": whence})
+            told_to_all(world, table, text, config.timeout, last=True)
+            train(conducting.meeting, conducting.checkpoint)
             conducting.wait_for_all(LEAVE_SECONDS)
             result = conducting.ended()
         except BaseException as error:
@@ -206,14 +214,19 @@ def _conducting(
     folder = RunFolder.create(config) if resumed is None else RunFolder.open(resumed)
     with ExitStack() as stack:
         stack.enter_context(folder.held(resumed=resumed is not None))
-        content = None if resumed is None else _read_checkpoint(folder, config)
-        missing = {} if content is None else _missing_own_states(folder, content)
+        whence = None if resumed is None else _Whence.of(resumed, folder, config, about)
         with folder.writing(folder.config):
             write_text_atomically(folder.config, config.to_yaml())
         with folder.writing(folder.inference):
             write_text_atomically(folder.inference, inference.to_json())
         write_objects(folder, own)
-        recorder = Recorder(folder, config, about, length=0 if content is None else content["metrics_length"])
+        recorder = Recorder(
+            folder,
+            config,
+            about,
+            length=0 if whence is None else whence.metrics_length,
+            spared=None if whence is None else whence.checkpoint,
+        )
         stack.callback(recorder.close)
         conducting = Conducting(
             config,
@@ -221,7 +234,8 @@ def _conducting(
             about,
             recorder,
             listener,
-            None if content is None else read_past(content),
+            None if whence is None else whence.past,
+            checkpoint=None if whence is None else whence.checkpoint,
             held=held,
             host=host,
             store=store,
@@ -235,11 +249,9 @@ def _conducting(
             _write_private(folder.meeting, conducting.meeting.to_json())
         conducting.start_servers()
         listener.started(about, folder)
-        if content is not None and recorder.lacks_lines:
-            conducting.warn(lines_are_missing(content["steps"]))
-        for replica, path in missing.items():
-            conducting.warn(checkpoint.own_state_is_missing(path, replica))
-        for text in (*config.decided(), *begun_with):
+        if whence is not None and recorder.lacks_lines:
+            conducting.warn(lines_are_missing(whence.past.counted))
+        for text in (*config.decided(), *begun_with, *(() if whence is None else whence.told)):
             conducting.warn(text)
         rates = config.rates()
         if told := rates.told(Rates(config.lr, config.momentum)):
@@ -327,40 +339,34 @@ def _check_unchanged(config: TrainConfig, options: ExchangeOptions, optimizer: t
         )
 
 
-def _read_checkpoint(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
-    """What the run left that is to go on, if it can."""
-    content = checkpoint.read(folder.checkpoint, config)
-    before = TrainConfig.model_validate(content["config"])
-    if before.replica_batch != config.replica_batch:
-        raise CheckpointError(
-            f"--resume: a replica's batch was {before.replica_batch} samples, now it is {config.replica_batch}.",
-            "The batches that are done would be others: give the options that decide it (backups) as before.",
-        )
-    stopped = Best.from_dict(content["best"]).stops(config.patience)
-    folder.check_unfinished(content["position"]["epoch"], config, stopped=stopped)
-    return content
+@dataclass(frozen=True)
+class _Whence:
+    """From where a run goes on."""
 
+    checkpoint: Checkpoint
+    past: HowFar
+    metrics_length: int
+    told: list[str]
+    """What people should know of it."""
 
-def _missing_own_states(folder: RunFolder, content: dict[str, Any]) -> dict[int, Path]:
-    """The files of replicas' own states that a checkpoint names and that are gone; a damaged one is an error."""
-    missing = {}
-    for replica, moment in content.get("own", {}).items():
-        path = folder.own_state(replica, moment)
-        if path.exists():
-            checkpoint.read_own(path)
-        else:
-            missing[replica] = path
-    return missing
+    @classmethod
+    def of(cls, path: Path, folder: RunFolder, config: TrainConfig, about: About) -> "_Whence":
+        """The checkpoint at `path`, or the newest whole one of the run there, if the run can go on."""
+        checkpoint, said = folder.choose(path)
+        state = read_state(checkpoint, config)
+        past = read_past(checkpoint, state, config, about.steps_per_epoch)
+        folder.check_unfinished(past.counted // about.steps_per_epoch, config, stopped=past.best.stops(config.patience))
+        before = settings_before(state)
+        repeated = past.samples_repeated - state["progress"]["repeated"]
+        lost = () if own_carried_over(state, config) else state.get("own_of_replicas", ())
+        said = [*said, *told(before, config, repeated, lost)]
+        return cls(checkpoint, past, state["progress"]["metrics_length"], said)
 
 
 def _options(config: TrainConfig) -> ExchangeOptions:
     options = config.exchange_settings()
     assert options is not None
     return options
-
-
-def _checkpoint(resumed: Path | None) -> Path | None:
-    return None if resumed is None else RunFolder.open(resumed).checkpoint
 
 
 def _why(failure: Failure) -> str:

@@ -40,34 +40,45 @@ class OwnStates:
 
 
 class TestsDue:
-    """`tested`: steps up to which earlier parts of the run tested and saved."""
+    """`tested`: steps up to which earlier parts of the run tested. They saved up to `saved`, where they went on from.
+
+    `now`: when this part of the run began, in seconds of the clock that `remind` hears.
+    """
 
     __test__ = False  # for pytest
 
-    def __init__(self, config: TrainConfig, steps_per_epoch: int, tested: int) -> None:
+    def __init__(
+        self, config: TrainConfig, steps_per_epoch: int, tested: int, saved: int = 0, *, now: float = 0.0
+    ) -> None:
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._total = config.epochs * steps_per_epoch
         self.tested = min(tested, self._total - 1)
         """Steps up to which nothing is due any more."""
         self.under_way: UnderWay | None = None
+        self._saved, self._saved_at = saved, now
+        self._save_at: int | None = None
+        """Where the clock asks for a checkpoint: steps that all replicas in step reach."""
 
     def due(self, counted: int) -> MakeTest | None:
         """What is to be done now that so many batches are counted.
 
         What is due at the end of an epoch is done before anything later. Of tests between, the last that was passed is
-        made: others may train faster than one of them tests.
+        made: others may train faster than one of them tests. So with checkpoints between.
         """
         config, counted = self._config, min(counted, self._total)
         tested_epochs = self.tested // self._steps_per_epoch
-        every = config.eval_every, config.checkpoint_every
+        every = config.eval_every, config.checkpoint_every.every("epochs") or config.epochs
         epochs = min(config.epochs, *((tested_epochs // period + 1) * period for period in every))
         end = epochs * self._steps_per_epoch
-        between = self._last_between(min(counted, end))
+        test, save = self._last_between(min(counted, end)), self._save_between(min(counted, end))
         if counted < end:
-            return None if between is None else MakeTest(between, evaluate=True, save=False, last=False)
+            after = max((steps for steps in (test, save) if steps is not None), default=None)
+            if after is None:
+                return None
+            return MakeTest(after, evaluate=test is not None, save=save is not None, last=False)
         last = epochs == config.epochs
-        evaluate, save = (last or epochs % period == 0 for period in every)
-        return MakeTest(end, evaluate=evaluate or between is not None, save=save, last=last)
+        ends_test, ends_save = (last or epochs % period == 0 for period in every)
+        return MakeTest(end, evaluate=ends_test or test is not None, save=ends_save or save is not None, last=last)
 
     def _last_between(self, counted: int) -> int | None:
         """The last multiple of `eval_steps` up to here, if it is not tested."""
@@ -75,10 +86,25 @@ class TestsDue:
         passed = 0 if every is None else counted // every * every
         return passed if passed > self.tested else None
 
+    def _save_between(self, counted: int) -> int | None:
+        """The last number of steps up to here after which a checkpoint is due that is not made."""
+        every = self._config.checkpoint_every.every("steps")
+        passed = 0 if every is None else counted // every * every
+        if self._save_at is not None and self._save_at <= counted:
+            passed = max(passed, self._save_at)
+        return passed if passed > self._saved else None
+
+    def remind(self, now: float, steps: int) -> None:
+        """Time passed. Where the clock asks for a checkpoint, it is due when so many `steps` are counted."""
+        every = self._config.checkpoint_every
+        late = every.unit == "minutes" and now - self._saved_at >= 60 * every.count
+        if late and self._save_at is None and steps > self._saved:
+            self._save_at, self._saved_at = steps, now
+
     def is_due_at(self, step: int) -> bool:
         """Whether something may be due after this step, so that replicas in step wait for each other there."""
-        every = self._config.eval_steps
-        return step > 0 and (step % self._steps_per_epoch == 0 or (every is not None and step % every == 0))
+        periods = self._steps_per_epoch, self._config.eval_steps, self._config.checkpoint_every.every("steps")
+        return step > 0 and (step == self._save_at or any(every is not None and step % every == 0 for every in periods))
 
     def begin(self, replica: int, order: MakeTest) -> MakeTest:
         """A replica does it."""
@@ -117,4 +143,8 @@ class TestsDue:
         assert self.under_way is not None
         test, self.under_way = self.under_way, None
         self.tested = self.tested_by(test)
+        if test.order.save:
+            self._saved = max(self._saved, test.order.after)
+            if self._save_at is not None and self._save_at <= test.order.after:
+                self._save_at = None
         return test.order

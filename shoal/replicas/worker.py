@@ -3,13 +3,12 @@
 All ranks of a replica run this; the first of them asks, and tells the others what it was told.
 """
 
-import io
 import json
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from shoal.errors import CheckpointError, MessageError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
 from shoal.inference import Inference
+from shoal.replicas.bundle import packed
 from shoal.replicas.orders import (
     MOST_BATCHES,
     AskTime,
@@ -49,17 +49,22 @@ from shoal.replicas.orders import (
     question_head,
     read_order,
 )
+from shoal.replicas.own_states import own_carried_over, own_parts, own_state_from
+from shoal.replicas.recorder import COMMON
 from shoal.timeline import Trace
 from shoal.tracing.clocks import ahead_of
 from shoal.tracing.recording import Recording
-from shoal.training import checkpoint
+from shoal.training.checkpoints.folder import Checkpoint, file_of_rank
+from shoal.training.checkpoints.job_state import Snapshot, put_in, take_snapshot
+from shoal.training.checkpoints.restoring import done_before
+from shoal.training.checkpoints.tensor_files import bytes_of
 from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job, prepare
+from shoal.training.network import Network
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import inference_of
 from shoal.training.own_objects import OwnObjects
-from shoal.training.run_folder import RunFolder
 from shoal.training.step import backward
 from shoal.training.weights import save_weights
 from shoal.transport import Transport
@@ -74,7 +79,12 @@ WAIT_SECONDS = 0.01
 
 
 def train_replica(
-    config: TrainConfig, meeting: Meeting, resumed: Path | None, ranks_here: int, own: OwnObjects, replica: int | None
+    config: TrainConfig,
+    meeting: Meeting,
+    resumed: Checkpoint | None,
+    ranks_here: int,
+    own: OwnObjects,
+    replica: int | None,
 ) -> bool:
     """The whole life of one rank of one replica. `replica` None: whatever number the conductor gives a late one.
 
@@ -92,15 +102,16 @@ def train_replica(
         fresh = resumed is None and replica is not None
         job = _prepare(config, options, transport, number, ranks_here, own, fresh=fresh)
         if resumed is not None:
-            content = checkpoint.read(resumed, config, job.device)
-            checkpoint.put_in(content, job)
+            state = resumed.state()
+            done, _ = done_before(state, config)
+            agree(transport, lambda: put_in(resumed, state, job, batches=done.counted * config.accumulate))
             if number:  # the random state is that of the replica that saved
-                torch.manual_seed(config.seed + number + content["steps"])
+                torch.manual_seed(config.seed + number + done.counted)
         server = serve_in_threads(seat, number, welcome["servers"]) if welcome["kind"] == "threads" else None
         exchange = join(options, job.network.as_replica(job.optimizer, transport), seat, number)
         exchange.begin(first=not welcome["late"])
-        if resumed is not None and (slot := _slot(resumed, content, config, number, options)) is not None:
-            _put_own_state(slot, exchange, transport)
+        if resumed is not None and number in own_carried_over(state, config):
+            _put_own_state(resumed, number, exchange, job.network, transport)
         if seat.rank == 0 and number == 0:
             seat.ask(question_head(PlanChosen(job.network.plan.to_json())))
         slow = (
@@ -367,14 +378,14 @@ class _Life:
         self._tell(Settling(self._take_done()))
         tested = None
         with self._exchange.showing():
-            state = checkpoint.state_of(job) if order.save else None
+            files = _files_of(take_snapshot(job), self._transport) if order.save else {}
             with job.tested():
                 if order.evaluate:
                     criterion, batch = job.own.loss_on(job.device), job.config.batch
                     tested = evaluate(job.network, job.splits.test, batch=batch, device=job.device, criterion=criterion)
                 whole = job.network.whole() if order.wants_weights(tested) else None
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
-            states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []
+            states = [packed(files)] if order.save else []
         self._tell(HasTested(order.after, tested), [*states, *weights])
         if diary is not None:
             diary.note("test", "the common weights", begun)
@@ -384,44 +395,43 @@ class _Life:
         """Send what this replica has of its own, of all its ranks; first push what is common and held back."""
         if not self._options.keeps_own:
             self._report(self._exchange.flush())
-        states = self._transport.gather_objects(_bytes_of_state(self._exchange.own_state()))
-        self._tell(HandedIn(order.moment), [_bytes_of_state({"ranks": states})])
+        name = file_of_rank(f"replica-{self._number}", self._transport.rank)
+        own = {name: bytes_of(own_parts(self._exchange, self._job.network))}
+        self._tell(HandedIn(order.moment), [packed(_of_all_ranks(own, self._transport))])
 
 
-def _slot(
-    checkpoint_path: Path, content: Mapping[str, Any], config: TrainConfig, number: int, options: ExchangeOptions
-) -> Path | None:
-    """The file of what replica `number` handed in for a checkpoint of this content; None where it begins with nothing.
-
-    What a replica has not sent yet fits the cuts of one plan alone: under another it begins with nothing. A replica
-    cannot do without weights of its own.
-    """
-    moment = content.get("own", {}).get(number)
-    same_cuts = all(content["config"][name] == getattr(config, name) for name in ("plan", "workers"))
-    if moment is None or not (same_cuts or options.keeps_own):
-        return None
-    return RunFolder(checkpoint_path.parent).own_state(number, moment)
+def _files_of(snapshot: Snapshot, transport: Transport) -> dict[str, bytes]:
+    """The files of a checkpoint, on the first rank of the replica: each rank's own parts in files of its own."""
+    rank = transport.rank
+    own = {file_of_rank(kind, rank): bytes_of(parts) for kind, parts in snapshot.tensors.items()}
+    own[f"rank-{rank}.json"] = json.dumps(snapshot.own).encode()
+    own[COMMON] = json.dumps(snapshot.common).encode()  # the same on all of them
+    return _of_all_ranks(own, transport)
 
 
-def _put_own_state(path: Path, exchange: Exchange, transport: Transport) -> None:
-    """What a replica handed in for the checkpoint from which the run goes on, if it was laid out as it is now.
+def _of_all_ranks(files: dict[str, bytes], transport: Transport) -> dict[str, bytes]:
+    """The files of all ranks of the replica, which all have."""
+    if transport.world == 1:
+        return files
+    return {name: content for theirs in transport.gather_objects(files) for name, content in theirs.items()}
 
-    Without its file it goes on with the common weights, of which the conductor tells.
-    """
-    if not all(row[0] for row in transport.gather_numbers([path.exists()])):
-        return
-    ranks = agree(transport, lambda: checkpoint.read_own(path))
-    fits = len(ranks) == transport.world
-    if fits:
+
+def _put_own_state(
+    checkpoint: Checkpoint, number: int, exchange: Exchange, network: Network, transport: Transport
+) -> None:
+    """What a replica handed in for the checkpoint from which the run goes on, under whichever plan it is laid now."""
+
+    def put() -> None:
+        saved = checkpoint.tensors(f"replica-{number}")
         try:
-            exchange.put_own_state(torch.load(io.BytesIO(ranks[transport.rank]), weights_only=True))
-        except ValueError:
-            fits = False
-    if not all(row[0] for row in transport.gather_numbers([fits])):
-        raise CheckpointError(
-            f"what the replica had of its own, in {str(path)!r}, is that of another plan or of other exchange options.",
-            "Give --plan, --workers and --exchange-options as they were.",
-        )
+            exchange.put_own_state(own_state_from(saved, exchange, network))
+        except ValueError as error:
+            raise CheckpointError(
+                f"what replica {number} had of its own does not fit these exchange options: {error}.",
+                "Give --exchange-options as they were.",
+            ) from None
+
+    agree(transport, put)
 
 
 def _together(first: StepsDone | None, then: StepsDone) -> StepsDone:
@@ -433,12 +443,6 @@ def _together(first: StepsDone | None, then: StepsDone) -> StepsDone:
     tally.add(first.tally)
     tally.add(then.tally)
     return StepsDone((*first.steps, *then.steps), then.applied, then.peaks, tally)
-
-
-def _bytes_of_state(state: Mapping[str, Any]) -> bytes:
-    draft = io.BytesIO()
-    torch.save(state, draft)
-    return draft.getvalue()
 
 
 def _bytes_of_weights(module: torch.nn.Module, inference: Inference) -> bytes:

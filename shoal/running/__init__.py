@@ -3,6 +3,6 @@
 `start.py` decides: this process alone, ranks that it starts, one rank of a world that is there, or replicas.
 """
 
-from shoal.running.start import resume, train
+from shoal.running.start import changes_to, resume, train
 
-__all__ = ["resume", "train"]
+__all__ = ["changes_to", "resume", "train"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DiedError, PeerError
 from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
@@ -89,21 +89,44 @@ def resume(
     loader_workers: int | None = None,
 ) -> RunResult:
     """Go on with the run in `path`, bit for bit as if it had never stopped; under another plan or on other workers,
-    to rounding.
+    to rounding. It goes on from its newest whole checkpoint; or from the checkpoint that `path` is.
 
     `changes` are settings given anew; those that the state so far depends on are refused. A finished run
     can go on only with more epochs. A run that was begun with objects needs the same ones again.
     """
-    folder, changes = RunFolder.open(Path(path)), changes or {}
+    path, changes = Path(path), changes or {}
+    folder = RunFolder.open(path)
     own = OwnObjects(model, data, loss, optimizer, loader_workers)
     check_same(folder, own.names())
-    given = {name: value for name, value in read_recipe(folder.config).items() if name not in own.names()}
+    left = own.names().keys() | _taken_back(changes)
+    given = {name: value for name, value in read_recipe(folder.config).items() if name not in left}
     config = TrainConfig.parse({**given, **changes, "out": folder.path}, source="--resume: ")
     config = _with_names(config, own)
     if config.plan == AUTO and not {"plan", "workers"} & changes.keys():
         config = config.model_copy(update={"plan": str(folder.plan)})  # what was found then, not what would be now
     with _torch_left_as_found():
-        return _start(config, folder.path, listener or Listener(), own, asked="workers" in changes)
+        return _start(config, path, listener or Listener(), own, asked="workers" in changes)
+
+
+def changes_to(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings of a command that are not the ones of the run in `folder`, for `resume`.
+
+    What was left to us then (`data = default`, `plan = auto`) stays what it was found to be.
+    """
+    before, now = (TrainConfig.parse(given) for given in (read_recipe(folder.config), values))
+    usual = TrainConfig.model_fields["data"].default
+    return {
+        name: value
+        for name, value in values.items()
+        if getattr(now, name) != getattr(before, name) and not (name == "data" and value == usual)
+    }
+
+
+def _taken_back(changes: Mapping[str, Any]) -> set[str]:
+    """Settings of a run that belong to an exchange which it goes on without."""
+    if "exchange" not in changes:
+        return set()
+    return {"exchange_options"} | ({"replicas", "workers", "slow"} if changes["exchange"] in (None, "none") else set())
 
 
 def _sorted(
@@ -171,6 +194,31 @@ def _torch_left_as_found() -> Iterator[None]:
 
 
 def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
+    """Train; where a worker is lost, as often as `config` says, go on from the last checkpoint.
+
+    An error that a worker raised itself would come again, and is raised. `asked`: as in `_train`.
+    """
+    if config.restarts == 0 or surrounding() is not None:
+        return _train(config, resumed, listener, own, asked=asked)
+    folder = RunFolder.free(config) if resumed is None else RunFolder.open(resumed)
+    config = config.model_copy(update={"out": folder.path})
+    for left in reversed(range(config.restarts + 1)):
+        try:
+            return _train(config, resumed, listener, own, asked=asked)
+        except (DiedError, PeerError) as error:
+            if not left:
+                raise
+            listener.restarting(error.problem, left - 1)
+            if folder.can_go_on:
+                resumed = folder.path
+                if config.plan == AUTO and folder.plan.exists():
+                    config = config.model_copy(update={"plan": str(folder.plan)})
+            if folder.path.exists():
+                folder.note_restart(error.problem)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
     if config.tensorboard:
         check_installed()

@@ -10,7 +10,6 @@ Costs     a copy of the weights, and a pass over it per step; another copy while
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,15 @@ class WeightAverage:
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._weights = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
         self._decay = decay
-        self._updates = 0
+        self.updates = 0
+        """Steps that are in it."""
         self.parts = {name: weight.clone() for name, weight in self._weights.items()}
         """The averages, of this rank's part of each parameter."""
 
     def update(self) -> None:
         """After a step."""
-        self._updates += 1
-        decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
+        self.updates += 1
+        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_(list(self.parts.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
@@ -42,13 +42,9 @@ class WeightAverage:
         finally:
             _copy(own, self._weights.values())
 
-    def state(self, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-        """For a checkpoint; `whole`: the averages put together from the ranks' parts."""
-        return {"updates": self._updates, "weights": dict(whole)}
-
     def load(self, updates: int, parts: Mapping[str, Tensor]) -> None:
-        """Go on with what `state` gave, cut into this rank's parts."""
-        self._updates = updates
+        """Go on with this rank's parts of averages of so many steps."""
+        self.updates = updates
         _copy((parts[name] for name in self.parts), self.parts.values())
 
 

@@ -17,13 +17,11 @@ from shoal.exchanging import Replica
 from shoal.execution import (
     ParallelModule,
     clip_grad_norm_,
-    full_optimizer_state,
     full_state_dict,
-    load_full_optimizer_state,
     load_full_state_dict,
 )
 from shoal.execution.laying import Captured, capture_on_all, lay
-from shoal.execution.whole import holders, parts_of, put_together, tell_holders
+from shoal.execution.whole import holders, load_parts, state_parts, tell_holders
 from shoal.finding import choose_plan
 from shoal.finding.auto import gives_losses, price_from_cache
 from shoal.launching import tell_stage
@@ -36,7 +34,8 @@ from shoal.planning.outlining import outline_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
 from shoal.traffic import Sent, total
-from shoal.training.network import Criterion, Network, OptimizerState, PartOf, count_parameters
+from shoal.training.checkpoints.tensor_files import Place
+from shoal.training.network import Criterion, Held, Network, PartOf, count_parameters
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -100,10 +99,10 @@ class LaidNetwork(Network):
             share = y.numel() / prod(self._shapes.labels(self._shapes.train))
         return loss.detach().double() * share
 
-    def agreed(self, wish: bool) -> bool:
-        # The wish travels with the numbers that ranks tell each other at the start of every forward pass.
+    def agreed(self, wishes: int) -> int:
+        # They travel with the numbers that ranks tell each other at the start of every forward pass.
         agreed = self._current.flagged
-        self._current.flag = wish
+        self._current.flag = wishes
         return agreed
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -144,23 +143,16 @@ class LaidNetwork(Network):
         finally:
             self._sent_aside += self.transport.sent.bytes - before
 
-    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
-        with self._aside():
-            return full_state_dict(self.module, rank0_only=True), full_optimizer_state(self.module, optimizer)
+    def held(self) -> Mapping[str, Held]:
+        parts = state_parts(self.module)
+        return {
+            key: Held(shard.tensor, None if shard.box is None else Place(shard.box, shard.shape), shard.shape, first)
+            for key, (shard, first) in parts.items()
+        }
 
-    def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
-    ) -> None:
-        load_full_state_dict(self.module, model)
-        load_full_optimizer_state(self.module, optimizer, state)
+    def load(self, read: Callable[[str, Box], Tensor], *, batches: int) -> None:
+        load_parts(self.module, read)
         self.module.steps = batches  # dropout's masks depend on it
-
-    def put_together(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        with self._aside():
-            return put_together(self.module, parts)
-
-    def parts_of(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return parts_of(self.module, whole)
 
     def whole(self) -> nn.Module | None:
         with self._aside():

@@ -52,6 +52,9 @@ class Listener:
     def starting(self, done: str, by: int, of: int) -> None:
         """In the process that starts the workers: what `by` of them have done on their way to the first step."""
 
+    def restarting(self, why: str, left: int) -> None:
+        """In the process that starts the workers: one was lost, and the run goes on; so often it may yet do so."""
+
     def planning(self, done: int, of: int, what: str) -> None:
         """With the plan `auto`: how far profiling, search and race are, and what comes next."""
 

@@ -1,7 +1,7 @@
 """Train a network that is prepared, to `result.json`; the same loop on one rank and on each of many.
 
     [ step ... step, test ]  per epoch  ->  result
-        \\ metrics.jsonl       \\ checkpoint.pt
+        \\ metrics.jsonl       \\ checkpoints/
 
 Same settings, same machine, same thread count: same weights, bit for bit, also when the run was stopped
 and resumed at any step in between. Of many ranks, rank 0 writes all files and tells the listener; all take the
@@ -11,6 +11,7 @@ same decisions.
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -25,8 +26,8 @@ from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
 from shoal.tracing.predicted import predicted_trace
 from shoal.tracing.recording import Recording
-from shoal.training import checkpoint
-from shoal.training.checkpoint import Progress
+from shoal.training.checkpoints.progress import Progress
+from shoal.training.checkpoints.saving import Saver
 from shoal.training.evaluate import Evaluation, evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job
@@ -34,6 +35,7 @@ from shoal.training.learning_rate import rate_at
 from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import MetricsFile, line_of_steps, line_of_test, lines_are_missing
+from shoal.training.network import SAVE, STOP
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import Measured, describe, inference_of, result_of
 from shoal.training.run_folder import RunFolder
@@ -44,13 +46,24 @@ from shoal.training.weights import save_weights
 class Run:
     """A job on its way through its folder. Made once, completed once; on several ranks, by all of them."""
 
-    def __init__(self, job: Job, folder: RunFolder, progress: Progress, listener: Listener) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        progress: Progress,
+        listener: Listener,
+        saver: Saver,
+        told: Sequence[str] = (),
+    ) -> None:
+        """`told`: what people should know of how it goes on."""
         self.job = job
         self.folder = folder
         self.progress = progress
         self.listener = listener
+        self._saver, self._told = saver, told
         self._begun = time.perf_counter() - progress.wall_seconds
         self._first_step = progress.steps
+        self._saved_at = time.monotonic()
         steps = job.config.traced_steps(progress.steps, job.total_steps)
         self._recording = Recording(job.network.transport, steps, job.network.plain) if steps else None
 
@@ -65,6 +78,7 @@ class Run:
                 raise
             raise told from error
         finally:
+            self._saver.close()
             self.listener.ended()
         return result
 
@@ -72,7 +86,7 @@ class Run:
         job, progress = self.job, self.progress
         with StopSignal() as stop, self._open_metrics() as metrics:
             self.listener.started(self._about(), self.folder)
-            told = [*job.config.decided(), *job.told] if progress.steps == 0 else []
+            told = [*job.config.decided(), *job.told] if progress.steps == 0 else [*self._told]
             if metrics.lacks_lines:
                 told.append(lines_are_missing(progress.steps))
             for text in told:
@@ -89,6 +103,8 @@ class Run:
                 self._end_recording(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
             self._save_weights(self.folder.weights)
+            self._saver.finish()
+            job.network.gather([])  # a result is there when all that belongs to it is
             if self._keeps_files:
                 with self.folder.writing(self.folder.result):
                     write_text_atomically(self.folder.result, result.to_json())
@@ -151,6 +167,7 @@ class Run:
                 if diary is not None:
                     diary.note("data", "batch", reading)
                 progress.losses += train_step(job, taken, rate=rate)
+                progress.summed = [count + 1 for count in progress.summed]
                 progress.steps += 1
                 progress.position = Position(epoch, step + 1)
                 now = time.perf_counter()
@@ -161,8 +178,12 @@ class Run:
                 self.listener.stepped(progress.steps, epoch)
                 if (step + 1) % config.log_every == 0 or step + 1 == steps_per_epoch:
                     self._log_steps(metrics, rate)
-                if job.network.agreed(bool(stop)):
+                wishes = job.network.agreed(self._wishes(stop))
+                if wishes & STOP:
                     self._interrupt(metrics)
+                if self._save_is_due(wishes):
+                    self._save(metrics)
+                self._saver.check()
                 if self._recording is not None and self._recording.ends_with(progress.steps):
                     self._end_recording(metrics)
                     before = time.perf_counter()
@@ -189,11 +210,10 @@ class Run:
     def _log_steps(self, metrics: MetricsFile, rate: float) -> None:
         """One line for the steps since the last line."""
         progress, config = self.progress, self.job.config
-        step = progress.position.step
-        count = step % config.log_every or min(config.log_every, step)
+        count = progress.summed[1]
         seconds = sum(progress.step_seconds[-count:])
         loss = self._over_ranks(progress.losses[1]) / count
-        progress.losses[1] = 0
+        progress.losses[1], progress.summed[1] = 0, 0
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
@@ -267,7 +287,7 @@ class Run:
                 batch=job.config.batch,
                 device=job.device,
                 criterion=job.own.loss_on(job.device),
-                stop=lambda: job.network.agreed(bool(stop)),
+                stop=lambda: bool(job.network.agreed(STOP if stop else 0) & STOP),
             )
         if diary is not None:
             diary.note("test", "all of the test set" if tested else "a part of the test set", begun)
@@ -276,8 +296,9 @@ class Run:
     def _end_epoch(self, metrics: MetricsFile) -> None:
         progress = self.progress
         before = progress.last_loss
-        progress.last_loss = self._over_ranks(progress.losses[0]) / progress.position.step
+        progress.last_loss = self._over_ranks(progress.losses[0]) / progress.summed[0]
         progress.losses.zero_()
+        progress.summed = [0, 0]
         progress.position = Position(progress.position.epoch + 1, 0)
         told = stopped_learning(
             progress.last_loss,
@@ -290,13 +311,26 @@ class Run:
         if told is not None:
             self._write(metrics, event="warning", text=told)
         last = progress.position.epoch == self.job.config.epochs or self._stops_early
-        if last or progress.position.epoch % self.job.config.checkpoint_every == 0:
+        epochs = self.job.config.checkpoint_every.every("epochs")
+        if last or (epochs is not None and progress.position.epoch % epochs == 0):
             self._save(metrics)
+
+    def _wishes(self, stop: StopSignal) -> int:
+        """What this rank wishes; of the time from one checkpoint to the next, rank 0's clock decides."""
+        every = self.job.config.checkpoint_every
+        late = every.unit == "minutes" and time.monotonic() - self._saved_at >= 60 * every.count
+        return (STOP if stop else 0) | (SAVE if late and self._keeps_files else 0)
+
+    def _save_is_due(self, wishes: int) -> bool:
+        """After a step: by the number of steps, or because it was wished."""
+        steps = self.job.config.checkpoint_every.every("steps")
+        return bool(wishes & SAVE) or (steps is not None and self.progress.steps % steps == 0)
 
     def _interrupt(self, metrics: MetricsFile) -> NoReturn:
         if self._recording is not None:
             self._end_recording(metrics)
         self._save(metrics)
+        self._saver.finish()
         self.job.network.gather([])  # whoever started the ranks may end them all when the first has left
         position, config = self.progress.position, self.job.config
         raise StoppedError(
@@ -309,9 +343,8 @@ class Run:
         self.progress.metrics_length = metrics.length
         self.progress.wall_seconds = time.perf_counter() - self._begun
         sent, steps = self._sent()
-        progress = replace(self.progress, sent_bytes=sent, sent_steps=steps)
-        with self.folder.writing(self.folder.checkpoint):
-            checkpoint.save(self.folder.checkpoint, self.job, progress)
+        self._saver.save(replace(self.progress, sent_bytes=sent, sent_steps=steps))
+        self._saved_at = time.monotonic()
 
     def _sent(self) -> tuple[int, int]:
         """What all ranks sent in training steps under this plan, and in how many steps."""
@@ -338,6 +371,11 @@ class Run:
             stopped_early=self._stops_early,
             steps=progress.steps,
             samples=progress.steps * config.samples_per_step,
+            left_out=progress.steps
+            // self.job.steps_per_epoch
+            * (len(self.job.splits.train) - self.job.steps_per_epoch * config.samples_per_step),
+            repeated=progress.repeated,
+            restarts=self.folder.restarts,
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),

@@ -4,15 +4,18 @@ own wrappers in `torch_strategies.py`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shoal.data import BatchPart
+from shoal.errors import CheckpointError
 from shoal.outline import Outline
-from shoal.partition import Cut
+from shoal.partition import Box, Cut, whole
 from shoal.plan import Plan
+from shoal.training.checkpoints.tensor_files import Place
 from shoal.transport import Transport
 
 if TYPE_CHECKING:
@@ -22,8 +25,22 @@ if TYPE_CHECKING:
 PartOf = Callable[[int], BatchPart]
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of scores and labels."""
-OptimizerState = Mapping[str, Mapping[str, Any]]
-"""What the optimizer remembers, by the parameter's name."""
+STOP, SAVE = 1, 2
+"""What a rank may wish: that the run stops, that it is saved."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank's part of one tensor of the network."""
+
+    tensor: Tensor
+    """The network's own memory."""
+    place: Place | None
+    """Which part it is; None where this rank holds nothing of it."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    saves: bool
+    """Whether this rank is the one that saves it, of those that hold the same."""
 
 
 class Network:
@@ -82,9 +99,12 @@ class Network:
         """What this rank's loss adds to the mean over the whole batch."""
         return loss.detach()
 
-    def agreed(self, wish: bool) -> bool:
-        """Whether a rank wished so when the last batch began; `wish` counts from the next on. Alone: at once."""
-        return wish
+    def agreed(self, wishes: int) -> int:
+        """What ranks wished when the last batch began, of `STOP` and `SAVE`; `wishes` count from the next batch on.
+
+        Alone: at once.
+        """
+        return wishes
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """A few numbers of every rank. Collective."""
@@ -117,28 +137,38 @@ class Network:
         """What this rank has sent in training steps so far, as counted."""
         return 0
 
-    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
-        """Whole tensors of network and optimizer, under the original names, on rank 0; empty elsewhere. Collective."""
-        parameters = self.module.named_parameters()
-        remembered = {name: dict(optimizer.state[p]) for name, p in parameters if p in optimizer.state}
-        return self.module.state_dict(), remembered
+    def held(self) -> Mapping[str, "Held"]:
+        """This rank's part of every tensor of the network, under the original names."""
+        found = {}
+        for name, tensor in self.module.state_dict().items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"the network keeps {name!r} as a {type(tensor).__name__}, which a checkpoint cannot hold.",
+                    "Keep it in a buffer, as a tensor.",
+                )
+            found[name] = Held(tensor, Place.whole(tensor.shape), tuple(tensor.shape), saves=True)
+        return found
 
-    def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
+    def load(self, read: Callable[[str, Box], Tensor], *, batches: int) -> None:
+        """Take over the tensors of a network that was trained on so many batches. `read` gives a box of one of them."""
+        self.module.load_state_dict({name: read(name, whole(held.shape)) for name, held in self.held().items()})
+
+    def own_tensors(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Tensor]:
+        """What this rank alone has, where ranks keep weights of their own beside what is `held`."""
+        return {}
+
+    def put_own_tensors(
+        self, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, ranks: int, batches: int
     ) -> None:
-        """Take over what `states` gave after training on so many batches."""
-        self.module.load_state_dict(model)
-        parameters = dict(self.module.named_parameters())
-        for name, remembered in state.items():
-            optimizer.state[parameters[name]] = dict(remembered)
+        """Go on with what `own_tensors` gave on one of so many `ranks`, after training on so many batches."""
 
-    def put_together(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole tensors of parts that are cut as parameters are, by name, on rank 0; empty elsewhere. Collective."""
-        return parts
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's memory of a tensor that is cut as a parameter is."""
+        return value
 
-    def parts_of(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's parts of what `put_together` gave."""
-        return whole
+    def like_parameter(self, parameter: Tensor, part: Tensor) -> Tensor:
+        """This rank's part of a tensor that is cut as `parameter` is, in the form in which an optimizer has it."""
+        return part
 
     def whole(self) -> nn.Module | None:
         """The original module with the present weights, on rank 0; None elsewhere. Collective."""

@@ -88,6 +88,11 @@ class Measured:
     peak_memory_bytes: tuple[int, ...]
     """Of this part of the run, per rank."""
     wall_seconds: float
+    left_out: int = 0
+    """Samples at the ends of epochs."""
+    repeated: int = 0
+    """Samples that were trained on twice."""
+    restarts: int = 0
     step_seconds_predicted: float | None = None
     best: BestTest | None = None
     stopped_early: bool = False
@@ -118,6 +123,9 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         stopped_early=measured.stopped_early,
         steps=measured.steps,
         samples=measured.samples,
+        samples_left_out=measured.left_out,
+        samples_repeated=measured.repeated,
+        restarts=measured.restarts,
         final_loss=measured.final_loss,
         test_loss=tested.loss,
         test_accuracy=tested.accuracy,

@@ -1,14 +1,18 @@
 """A run on one rank: alone, or as one of many that hold parts of the network."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from shoal.config import TrainConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, OutputError
 from shoal.files import write_text_atomically
 from shoal.result import RunResult
-from shoal.training import checkpoint
-from shoal.training.checkpoint import Progress
+from shoal.training.checkpoints.folder import Checkpoint, new_token
+from shoal.training.checkpoints.progress import Progress
+from shoal.training.checkpoints.restoring import restore
+from shoal.training.checkpoints.saving import Saver
 from shoal.training.device import device_of_rank
 from shoal.training.job import Job, prepare
 from shoal.training.listener import Listener
@@ -19,6 +23,8 @@ from shoal.training.run_folder import RunFolder
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
+Value = TypeVar("Value")
+
 
 def train_on_rank(
     config: TrainConfig,
@@ -27,7 +33,10 @@ def train_on_rank(
     ranks_here: int | None = None,
     own: OwnObjects = NO_OBJECTS,
 ) -> RunResult:
-    """The whole run, as one rank of the present process group, or alone without one."""
+    """The whole run, as one rank of the present process group, or alone without one.
+
+    `resumed`: the folder of a run to go on with, or one of its checkpoints.
+    """
     transport = Transport()
     if transport.world > 1:
         config = config.model_copy(update={"device": device_of_rank(config, ranks_here or transport.world)})
@@ -37,7 +46,12 @@ def train_on_rank(
     if fresh:
         _check_trace(job)
     with ExitStack() as stack:
-        folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
+        told: list[str] = []
+        if resumed is None:
+            folder, progress = _begin(job, transport, stack), Progress.start(job.device)
+        else:
+            folder, progress, told = _go_on(job, transport, resumed, stack)
+        saver = _saver(job, transport, folder)
         if transport.rank == 0:
             with folder.writing(folder.config):
                 write_text_atomically(folder.config, job.config.to_yaml())
@@ -49,7 +63,14 @@ def train_on_rank(
             if job.network.outline is not None:
                 with folder.writing(folder.outline):
                     job.network.outline.save(folder.outline)
-        return Run(job, folder, progress, heard).complete()
+        return Run(job, folder, progress, heard, saver, told).complete()
+
+
+def _by_first(transport: Transport, work: Callable[[], Value]) -> Value:
+    """What rank 0 makes, on all ranks, which raise what it raises. Collective."""
+    made = agree(transport, lambda: None if transport.rank else work())
+    values: list[Value | None] = transport.gather_objects(made)
+    return next(value for value in values if value is not None)
 
 
 def _check_trace(job: Job) -> None:
@@ -62,34 +83,48 @@ def _check_trace(job: Job) -> None:
         )
 
 
-def _begin(job: Job, transport: Transport, stack: ExitStack) -> tuple[RunFolder, Progress]:
+def _begin(job: Job, transport: Transport, stack: ExitStack) -> RunFolder:
     """A new folder, made by rank 0, which holds it until `stack` closes."""
 
-    def made() -> RunFolder | None:
-        if transport.rank:
-            return None
+    def made() -> RunFolder:
         folder = RunFolder.create(job.config)
         stack.enter_context(folder.held(resumed=False))
         return folder
 
-    folders = transport.gather_objects(agree(transport, made))
-    return next(folder for folder in folders if folder is not None), Progress.start(job.device)
+    return _by_first(transport, made)
 
 
-def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tuple[RunFolder, Progress]:
+def _go_on(job: Job, transport: Transport, path: Path, stack: ExitStack) -> tuple[RunFolder, Progress, list[str]]:
     """The folder of a stopped run, which every rank reads and rank 0 holds until `stack` closes."""
 
-    def held() -> RunFolder:
+    def chosen() -> tuple[RunFolder, Checkpoint, list[str]]:
         folder = RunFolder.open(path)
-        if transport.rank == 0:
-            stack.enter_context(folder.held(resumed=True))
-        return folder
+        stack.enter_context(folder.held(resumed=True))
+        return folder, *folder.choose(path)
 
-    def restored() -> Progress:
-        progress = checkpoint.restore(folder.checkpoint, job)
+    folder, checkpoint, told = _by_first(transport, chosen)
+
+    def restored() -> tuple[Progress, list[str]]:
+        progress, said = restore(checkpoint, job)
         stopped = progress.best.stops(job.config.patience)
         folder.check_unfinished(progress.position.epoch, job.config, stopped=stopped)
-        return progress
+        return progress, said
 
-    folder = agree(transport, held)
-    return folder, agree(transport, restored)
+    progress, said = agree(transport, restored)
+    return folder, progress, [*told, *said]
+
+
+def _saver(job: Job, transport: Transport, folder: RunFolder) -> Saver:
+    """What saves the job. Where ranks do not see the same folder, rank 0 must hold all that is to be saved."""
+    token, lock = _by_first(transport, lambda: (new_token(), folder.held_by()))
+    saves = any(part.saves for part in job.network.held().values()) or bool(job.network.own_tensors(job.optimizer))
+    table = transport.gather_objects((folder.held_by() == lock, saves))
+    blind = [rank for rank, (sees, _) in enumerate(table) if not sees]
+    unsaved = [rank for rank in blind if table[rank][1]]
+    if unsaved:
+        raise OutputError(
+            f"--out {str(folder.path)!r}: rank {unsaved[0]} does not see this folder, and the plan cuts parameters, of "
+            "which every rank saves its own.",
+            "Give a folder that all hosts share, or a plan that cuts none, such as data.",
+        )
+    return Saver(folder.checkpoints, job, token=token, together=not blind, writing=folder.writing)

@@ -1,12 +1,13 @@
 """The folder of one run: where its files lie and that they can be written."""
 
+import json
 import os
 import platform
 import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Self
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError, InputError, OutputError, RunError
 from shoal.files import remove_drafts
+from shoal.training.checkpoints.folder import Checkpoint, CheckpointFolder
+
+OLD = "checkpoint.pt"
+"""What earlier versions wrote."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def checkpoints(self) -> CheckpointFolder:
+        """All that is needed to go on, of some moments."""
+        return CheckpointFolder(self.path / "checkpoints")
+
+    @property
     def predicted_trace(self) -> Path:
         """Beside a trace, what the cost model had predicted of a step, where it knew."""
         return self.path / "predicted_trace.json"
@@ -71,20 +81,34 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
-    def checkpoint(self) -> Path:
-        """All that is needed to go on."""
-        return self.path / "checkpoint.pt"
+    def holds_old_checkpoint(self) -> bool:
+        """Whether an earlier version left a checkpoint here, which is a pickle and is not read."""
+        return (self.path / OLD).exists() and not self.can_go_on
 
-    def own_state(self, replica: int, moment: int) -> Path:
-        """What a replica has beside the common weights, of the checkpoint at this moment, in batches."""
-        return self.path / f"replica-{replica}-{moment}.pt"
+    @property
+    def restarts(self) -> int:
+        """How often the run went on by itself after it had lost a worker."""
+        try:
+            return len(self.restarts_file.read_text(encoding="utf-8").splitlines())
+        except FileNotFoundError:
+            return 0
 
-    def keep_own_states(self, moments: Mapping[int, int]) -> None:
-        """Remove those that belong to no checkpoint any more."""
-        kept = {self.own_state(replica, moment) for replica, moment in moments.items()}
-        for path in self.path.glob("replica-*-*.pt"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
+    @property
+    def restarts_file(self) -> Path:
+        """One JSON object per line for each time: when, why, and from which checkpoint."""
+        return self.path / "restarts.jsonl"
+
+    def note_restart(self, why: str) -> None:
+        """The run goes on by itself."""
+        newest = self.checkpoints.all()[-1:]
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "why": why, "from": [c.path.name for c in newest]}
+        with self.writing(self.restarts_file), self.restarts_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is a checkpoint, whole or not."""
+        return bool(self.checkpoints.all())
 
     @property
     def meeting(self) -> Path:
@@ -133,7 +157,7 @@ class RunFolder:
             os.close(lock)
 
     def _check_free(self) -> None:
-        if self.checkpoint.exists() or self.result.exists():
+        if self.can_go_on or self.holds_old_checkpoint or self.result.exists():
             raise OutputError(
                 f"--out {str(self.path)!r} already holds a run.",
                 f"Give another --out, or go on with that run: {self.how_to_go_on}",
@@ -158,14 +182,46 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A folder whose run can go on: it must hold a checkpoint and its settings."""
-        folder = cls(path)
-        if not (folder.checkpoint.exists() and folder.config.exists()):
+        """A folder whose run can go on, by its path or by that of one of its checkpoints.
+
+        It must hold a checkpoint and its settings.
+        """
+        folder = cls(path.resolve().parents[1] if _is_checkpoint(path) else path)
+        if not (folder.can_go_on and folder.config.exists()):
+            if folder.holds_old_checkpoint:
+                raise CheckpointError(
+                    f"--resume {str(path)!r}: {OLD} there was written by an earlier version, as a pickle, which may "
+                    "run code when it is read, and so is not.",
+                    "Finish that run with the version that began it; its weights can be taken with --init.",
+                )
             raise CheckpointError(
                 f"--resume {str(path)!r}: no run with a checkpoint lies there.",
-                "Give the --out folder of a run that was stopped; it holds checkpoint.pt and config.yaml.",
+                "Give the --out folder of a run that was stopped, which holds checkpoints/ and config.yaml; or one of "
+                "its checkpoints.",
             )
         return folder
+
+    def choose(self, path: Path) -> tuple[Checkpoint, list[str]]:
+        """The checkpoint to go on from, and what people should know of that: that at `path`, or the newest whole one.
+
+        Others that are newer are set aside. A `CheckpointError` says what is wrong with one that was asked for, or with
+        the newest where none is whole. Only for whoever holds the folder.
+        """
+        if _is_checkpoint(path):
+            checkpoint: Checkpoint | None = Checkpoint(self.checkpoints.path / path.resolve().name)
+            damaged = [] if (why := Checkpoint(path).damage()) is None else [f"checkpoint {str(path)!r}: {why}."]
+        else:
+            checkpoint, damaged = self.checkpoints.newest_whole()
+        if checkpoint is None or (damaged and _is_checkpoint(path)):
+            raise CheckpointError(
+                f"--resume: {damaged[0]}",
+                "Give an older checkpoint, or start again in another --out; the weights of a whole model.safetensors "
+                "can be taken with --init.",
+            )
+        aside = self.checkpoints.set_aside_after(checkpoint)
+        told = [f"{text} The run goes on from {checkpoint.path.name}." for text in damaged]
+        told += [f"{path.name} is newer than where the run goes on from: it is set aside." for path in aside]
+        return checkpoint, told
 
     def check_unfinished(self, done: int, config: TrainConfig, *, stopped: bool) -> None:
         """A `CheckpointError` where the run has its result and no more epochs than those done are asked for.
@@ -196,7 +252,7 @@ class RunFolder:
     def _not_written(self, path: Path, error: OSError) -> RunError:
         go_on = (
             f"then go on with: {self.how_to_go_on}"
-            if self.checkpoint.exists()
+            if self.can_go_on
             else "then start the run again: there is no checkpoint yet."
         )
         return RunError(
@@ -208,6 +264,13 @@ class RunFolder:
     def lock(self) -> Path:
         """While a run writes here: held by its process, whose number it holds."""
         return self.path / ".lock"
+
+    def held_by(self) -> str:
+        """Who holds it, as this host sees it; nothing where nobody does, or where this host sees another folder."""
+        try:
+            return self.lock.read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
     @contextmanager
     def held(self, *, resumed: bool) -> Iterator[None]:
@@ -221,6 +284,7 @@ class RunFolder:
             if not resumed:
                 self._check_free()  # another run may have come and gone since somebody looked
             remove_drafts(self.path)
+            remove_drafts(self.checkpoints.path)
             yield
         finally:
             self.lock.unlink(missing_ok=True)
@@ -251,6 +315,10 @@ class RunFolder:
                 "Stop it first, or let it finish; to add a replica to it, use --join.",
             )
         return OutputError(f"--out {str(self.path)!r}: another run is under way there{who}.", "Give another --out.")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.resolve().parent.name == "checkpoints" and Checkpoint(path.resolve()).steps >= 0
 
 
 def _lock(file: int) -> None:

@@ -11,6 +11,8 @@ bytes       go through groups of theirs, where nobody counts them
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -20,16 +22,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config import TORCH_STRATEGIES, TrainConfig
 from shoal.data import BatchPart
 from shoal.errors import CheckpointError
+from shoal.partition import Box, Span, whole
 from shoal.plan import Plan, data_parallel
+from shoal.training.checkpoints.tensor_files import Place
 from shoal.training.laid import Shape, Shapes, share_of
-from shoal.training.network import Criterion, Network, OptimizerState, PartOf, count_parameters
+from shoal.training.network import Criterion, Held, Network, PartOf, count_parameters
 from shoal.transport import Transport
 
 POLL_SECONDS = 0.25
@@ -96,17 +100,17 @@ class TorchNetwork(Network):
     def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
         return loss.detach().double() / self.ranks
 
-    def agreed(self, wish: bool) -> bool:
+    def agreed(self, wishes: int) -> int:
         # Every few batches, as many on all ranks: a message at each would be part of every step.
         self._until_asked -= 1
         if self._until_asked:
-            return False
+            return 0
         now = time.monotonic()
-        rows = self.gather([wish, (now - self._asked_at) / self._between])
+        rows = self.gather([wishes, (now - self._asked_at) / self._between])
         slowest = max(seconds for _, seconds in rows)
         self._between = max(1, min(MOST_BETWEEN, 2 * self._between, int(POLL_SECONDS / max(slowest, 1e-6))))
         self._asked_at, self._until_asked = now, self._between
-        return any(wished for wished, _ in rows)
+        return reduce(or_, (int(wished) for wished, _ in rows))
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return self.transport.gather_numbers(numbers)
@@ -143,10 +147,16 @@ class TorchNetwork(Network):
         """Whole tensors of the network, as they are tested and saved. Collective."""
         return self.module.state_dict()
 
-    def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
-    ) -> None:
-        super().load(model, state, optimizer, batches=batches)
+    def held(self) -> Mapping[str, Held]:
+        """Whole on every rank: rank 0 saves it."""
+        first = self.rank == 0
+        return {
+            name: Held(tensor, Place.whole(tensor.shape), tuple(tensor.shape), saves=first)
+            for name, tensor in self._full_state().items()
+        }
+
+    def load(self, read: Callable[[str, Box], Tensor], *, batches: int) -> None:
+        super().load(read, batches=batches)
         self._batches = batches
 
 
@@ -222,37 +232,32 @@ class PostLocal(Replicated):
     def _full_state(self) -> Mapping[str, Tensor]:
         return {**self.module.state_dict(), **self._means()}
 
-    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
-        """The mean, and beside it a row for every rank of its own weights and of what its optimizer remembers."""
-        rows = {}
+    def own_tensors(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Tensor]:
+        """Its own weights, and what its optimizer remembers of them."""
+        own: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
-            own = {**optimizer.state.get(parameter, {}), WEIGHTS: parameter.detach()}
-            rows[name] = {what: self._all_rows(value) for what, value in own.items()}
-        return self._full_state(), rows
+            remembered = {**optimizer.state.get(parameter, {}), WEIGHTS: parameter.detach()}
+            own |= {f"{name}/{what}": value for what, value in remembered.items() if isinstance(value, Tensor)}
+        return own
 
-    def _all_rows(self, value: Any) -> Any:
-        """Of all ranks; what is no tensor is the same on all."""
-        if not isinstance(value, Tensor):
-            return value
-        rows = [torch.empty_like(value) for _ in range(self.ranks)]
-        dist.all_gather(rows, value.contiguous())
-        return torch.stack(rows)
-
-    def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
+    def put_own_tensors(
+        self, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, ranks: int, batches: int
     ) -> None:
-        if any(len(remembered[WEIGHTS]) != self.ranks for remembered in state.values()):
+        if ranks != self.ranks:
             raise CheckpointError(
-                f"--resume: post-local-sgd keeps weights of each worker's own, and there are other workers than the "
-                f"{self.ranks} of now.",
+                f"--resume: post-local-sgd keeps weights of each worker's own, and of {ranks} workers there are "
+                f"{self.ranks} now.",
                 "Give --workers as it was.",
             )
-        own = {
-            name: {what: value[self.rank] if isinstance(value, Tensor) else value for what, value in rows.items()}
-            for name, rows in state.items()
-        }
-        weights = {name: remembered.pop(WEIGHTS) for name, remembered in own.items()}
-        super().load({**model, **weights}, own, optimizer, batches=batches)
+        parameters = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for key, value in own.items():
+                name, _, what = key.rpartition("/")
+                parameter = parameters[name]
+                if what == WEIGHTS:
+                    parameter.copy_(value)
+                else:
+                    optimizer.state[parameter][what] = value.to(optimizer.state[parameter][what].device)
         steps = batches // self._accumulate
         self._hook_state.iter, self._averager.step = min(steps, self._hook_state.start_localSGD_iter), steps
 
@@ -274,46 +279,48 @@ class Sharded(TorchNetwork):
         self._sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
-        remembered = {
-            name: {what: _full(value) for what, value in optimizer.state[p].items()}
-            for name, p in self.module.named_parameters()
-            if p in optimizer.state
-        }
-        return self._full_state(), remembered
-
     def _full_state(self) -> Mapping[str, Tensor]:
         return {name: _full(value) for name, value in self.module.state_dict().items()}
 
-    def load(
-        self, model: Mapping[str, Tensor], state: OptimizerState, optimizer: torch.optim.Optimizer, *, batches: int
-    ) -> None:
-        parameters = dict(self.module.named_parameters())
+    def held(self) -> Mapping[str, Held]:
+        """FSDP2's shards: rows of the first dim."""
+        return {name: self._shard(value) for name, value in self.module.state_dict().items()}
+
+    def _shard(self, value: Tensor) -> Held:
+        shape = tuple(value.shape)
+        if not isinstance(value, DTensor):
+            return Held(value, Place.whole(shape), shape, saves=self.rank == 0)
+        local = value.to_local()
+        rows = -(-shape[0] // self.ranks)  # as torch.chunk cuts them
+        start = min(self.rank * rows, shape[0])
+        box = (Span(start, start + len(local)), *whole(shape[1:]))
+        return Held(local, Place(box, shape) if len(local) else None, shape, saves=len(local) > 0)
+
+    def load(self, read: Callable[[str, Box], Tensor], *, batches: int) -> None:
         with torch.no_grad():
-            for name, value in self.module.state_dict().items():
-                value.copy_(_sharded_as(model[name], value))
-        for name, remembered in state.items():
-            parameter = parameters[name]
-            optimizer.state[parameter] = {
-                what: _sharded_as(value, parameter) if _is_like(value, parameter) else value
-                for what, value in remembered.items()
-            }
+            for name, held in self.held().items():
+                if held.place is not None:
+                    held.tensor.copy_(read(name, held.place.box))
         self._batches = batches
+
+    def part_of(self, value: Tensor) -> Tensor:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def like_parameter(self, parameter: Tensor, part: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return part
+        return DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _sharded_as(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a tensor that all ranks have whole."""
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 KINDS: Mapping[str, type[TorchNetwork]] = {"ddp": Replicated, "fsdp2": Sharded, "post-local-sgd": PostLocal}

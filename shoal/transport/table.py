@@ -116,11 +116,16 @@ def all_may_come() -> None:
 
 
 def table_of_torchrun(rank: int, size: int, timeout: float) -> Store | None:
-    """The table that torchrun's agent keeps for its world; None where it keeps none."""
+    """The table that torchrun's agent keeps for its world; None where it keeps none.
+
+    torchrun keeps one table for all attempts (--max-restarts): under the keys of the last one stand the addresses of
+    ranks that are gone. So every attempt has keys of its own.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     patience = timedelta(seconds=timeout)
-    return next(iter(dist.rendezvous("env://", rank, size, timeout=patience)))[0]  # type: ignore[attr-defined]
+    table = next(iter(dist.rendezvous("env://", rank, size, timeout=patience)))[0]  # type: ignore[attr-defined]
+    return under(table, f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
 
 def under(table: Store, name: str) -> Store:

@@ -94,7 +94,7 @@ def _weights_of(path: Path) -> Path:
     folder = RunFolder(path)
     if folder.weights.is_file():
         return folder.weights
-    if folder.checkpoint.exists():
+    if folder.can_go_on:
         raise CheckpointError(
             f"the run in {str(path)!r} is not finished: it has no {folder.weights.name} yet.",
             f"Finish it: shoal train --resume {path}",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.exchanges import EXCHANGE_NAMES, parse_exchange
 from shoal.exchanging.compression import make_codec
 from shoal.replicas.journal import EVENTS
+from shoal.training.run_folder import RunFolder
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of
@@ -419,7 +422,7 @@ def test_the_end_of_the_terminal_stops_a_run_in_good_order(mine: list[str], tmp_
         run.kill()
         run.communicate()
     assert run.returncode == 130, printed
-    assert (out / "checkpoint.pt").exists()
+    assert RunFolder(out).can_go_on
     assert not shared.exists()
 
 
@@ -465,8 +468,8 @@ def test_a_run_goes_on_with_a_replica_that_joined_when_those_that_it_began_with_
                 process.kill()
                 process.wait()
     assert run.returncode == 130, printed
-    saved = torch.load(out / "checkpoint.pt", weights_only=True)
-    again = shoal("train", "--resume", "run", "--epochs", str(saved["steps"] // 10 + 2))
+    steps = RunFolder(out).checkpoints.all()[-1].steps
+    again = shoal("train", "--resume", "run", "--epochs", str(steps // 10 + 2))
     assert again.returncode == 0, again.stderr
 
 
@@ -476,7 +479,7 @@ def test_a_folder_belongs_to_one_run_of_replicas(shoal: Shoal, mine: list[str], 
     out = tmp_path / "run"
     try:
         wait_for(under_way(out, [0, 1]), run)
-        wait_for(lambda: (out / "checkpoint.pt").exists(), run)
+        wait_for(lambda: RunFolder(out).can_go_on, run)
         again = shoal("train", *mine, *SAVING, *options)
         resumed = shoal("train", "--resume", "run")
         goes_on(out, run)
@@ -537,7 +540,7 @@ def broken(folder: Path, options: list[str], break_it: Callable[[Begun], None]) 
     """What a run printed that `break_it` ended after its first checkpoint; no process of it is left."""
     run = begin(folder, "shoal", "train", *options, *SAVING, "--replicas", "2", "--out", "run")
     try:
-        wait_for(lambda: (folder / "run" / "checkpoint.pt").exists(), run)
+        wait_for(lambda: RunFolder(folder / "run").can_go_on, run)
         family = psutil.Process(run.pid).children(recursive=True)
         break_it(run)
         printed = run.communicate(timeout=60)
@@ -638,8 +641,7 @@ def test_allreduce_tells_of_a_frozen_replica_waits_for_it_and_ends_if_it_never_w
 
 def goes_on_after_a_stop(shoal: Shoal, out: Path, steps_per_epoch: int) -> str:
     """To the end of the next epoch but one; how many epochs that makes."""
-    saved = torch.load(out / "checkpoint.pt", weights_only=True)
-    epochs = saved["steps"] // steps_per_epoch + 2
+    epochs = RunFolder(out).checkpoints.all()[-1].steps // steps_per_epoch + 2
     again = shoal("train", "--resume", out.name, "--epochs", str(epochs))
     assert again.returncode == 0, again.stderr
     result = result_of(out)
@@ -845,7 +847,7 @@ def test_under_torchrun_too_one_replica_that_is_preempted_leaves_in_good_order(m
     failed = printed[1].partition("FAILED")[2]
     assert re.search(r"rank\s*: 0 ", failed), printed[1]
     assert not re.search(r"rank\s*: 1 ", failed)
-    assert (out / "checkpoint.pt").exists()
+    assert RunFolder(out).can_go_on
 
 
 def test_where_rank_0_alone_is_asked_to_stop_every_rank_ends_as_stopped(mine: list[str], tmp_path: Path) -> None:
@@ -874,22 +876,82 @@ def test_the_example_script_ends_with_one_accuracy_under_every_exchange(name: st
     assert len(set(re.findall(r"accuracy (\d\.\d+)", printed[0]))) == 1
 
 
-def test_a_run_goes_on_without_the_own_weights_of_a_replica_and_says_so(
+def test_a_run_goes_on_with_another_exchange_and_says_what_is_lost(
     shoal: Shoal, mine: list[str], tmp_path: Path
 ) -> None:
     epochs = ["--epochs", "100", "--checkpoint-every", "100"]  # so long that both replicas have begun
     run = shoal("train", *mine, *epochs, "--replicas", "2", "--exchange", "easgd", "--out", "run")
     assert run.returncode == 0, run.stderr
-    (lost,) = (tmp_path / "run").glob("replica-1-*.pt")
-    lost.write_bytes(lost.read_bytes()[:100])
+    (lost,) = (tmp_path / "run" / "checkpoints").glob("step-*/replica-1.safetensors")
+    whole = lost.read_bytes()
+    lost.write_bytes(whole[:100])
     go_on = ["train", "--resume", "run", "--epochs", "101"]
     run = shoal(*go_on)
     assert run.returncode == 2, run.stderr
-    assert f"checkpoint 'run/{lost.name}' is damaged" in run.stderr
-    assert "Remove it: its replica then goes on with the common weights." in run.stderr
-    lost.unlink()
-    run = shoal(*go_on)
+    assert f"is damaged: replica-1.safetensors is not of {len(whole)} bytes" in run.stderr
+    lost.write_bytes(whole)
+    run = shoal(*go_on, "--replicas", "4", "--workers", "4", "--exchange", "admm")
     assert run.returncode == 0, run.stderr
     told = [line["text"] for line in metrics_of(tmp_path / "run") if line["event"] == "warning"]
-    wanted = f"{lost.name} is missing: replica 1 goes on with the common weights, without what it had of its own."
+    wanted = (
+        "goes on with exchange = 'admm' (before: 'easgd'), replicas = 4 (before: 2): every replica begins with the "
+        "common weights; what does not carry over is weights of their own."
+    )
     assert wanted in told
+    assert result_of(tmp_path / "run")["replicas"] == 4
+
+
+DOUBLE = """
+from torch import nn
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+def net(input, classes):
+    return nn.Sequential(
+        Double(), nn.Conv2d(input[0], 4, 3, padding=1).double(), nn.ReLU(), nn.Flatten(),
+        nn.Linear(4 * 64, classes).double(),
+    )
+"""
+
+
+def test_what_averages_every_step_goes_on_exactly_for_each_other(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DOUBLE)
+    settings = [*mine, "--schedule", "constant", "--checkpoint-every", "7steps"]
+    run = shoal("train", *settings, "--epochs", "4", "--out", "whole")
+    assert run.returncode == 0, run.stderr
+    run = shoal("train", *settings, "--epochs", "1", "--out", "run")
+    for epochs, (exchange, replicas) in enumerate([("allreduce", "2"), ("sync", "4"), ("none", "1")], start=2):
+        assert run.returncode == 0, run.stderr
+        more = ["--replicas", replicas, "--workers", replicas, "--exchange", exchange]
+        run = shoal("train", "--resume", "run", *more, "--epochs", str(epochs))
+    assert run.returncode == 0, run.stderr
+    expected, reached = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "run"))
+    for name in expected:
+        torch.testing.assert_close(reached[name], expected[name], rtol=1e-9, atol=1e-9)
+    result = result_of(tmp_path / "run")
+    assert (result["samples"], result["samples_repeated"], result["samples_left_out"]) == (320, 0, 0)
+    assert not [line for line in lines(tmp_path / "run", "warning") if "carry over" in line["text"]]
+
+
+CHAIN = [*EXCHANGE_NAMES, EXCHANGE_NAMES[0]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("gossip", "downpour"), *(thorough(first, then) for first, then in pairwise(CHAIN)), thorough("local", "none")],
+)
+def test_every_exchange_goes_on_from_another(
+    before: str, after: str, shoal: Shoal, mine: list[str], tmp_path: Path
+) -> None:
+    run = shoal("train", *mine, "--epochs", "2", "--replicas", "2", "--exchange", before, "--out", "run")
+    assert run.returncode == 0, run.stderr
+    replicas = "3" if after == "backup" else "4"  # one of them is to spare: the others share the batch
+    more = [] if after == "none" else ["--replicas", replicas, "--workers", replicas]
+    run = shoal("train", "--resume", "run", "--epochs", "3", "--exchange", after, *more)
+    assert run.returncode == 0, run.stderr
+    result = result_of(tmp_path / "run")
+    assert (result["exchange"], result["samples"]) == (after, 240)
+    told = [line["text"] for line in lines(tmp_path / "run", "warning") if "carry over" in line["text"]]
+    assert len(told) == parse_exchange(before, {}).hands_in

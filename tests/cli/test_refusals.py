@@ -99,7 +99,7 @@ def test_recipe_that_is_not_there(shoal_here: Shoal) -> None:
         (["train", "--plan", "nowhere.json"], ["'nowhere.json'", "cannot be read"]),
         (["train", "--workers", "2", "--device", "abacus"], ["'abacus'", "2 workers"]),
         (["train", "--augment", "flap"], ["flap", "flip"]),
-        (["train", "--resume", "nowhere"], ["'nowhere'", "checkpoint.pt"]),
+        (["train", "--resume", "nowhere"], ["'nowhere'", "checkpoints/"]),
         (["train", "--model", "shoal.zoo:nothing"], ["shoal.zoo:nothing"]),
     ],
 )

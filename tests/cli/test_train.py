@@ -19,6 +19,7 @@ from shoal.errors import StoppedError
 from shoal.inference import METADATA, Inference
 from shoal.running import resume
 from shoal.training.evaluate import evaluate
+from shoal.training.run_folder import RunFolder
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 
@@ -55,7 +56,7 @@ def test_a_run_leaves_its_files(shoal: Shoal, tiny: str, tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     out = tmp_path / "out"
-    names = {"result.json", "metrics.jsonl", "config.yaml", "plan.json", "checkpoint.pt", "model.safetensors"}
+    names = {"result.json", "metrics.jsonl", "config.yaml", "plan.json", "checkpoints", "model.safetensors"}
     names |= {"inference.json", "best.safetensors"}
     assert {path.name for path in out.iterdir()} == names
 
@@ -224,7 +225,7 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert "shoal train --resume parts" in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "parts" / "result.json").exists()
-    stopped_at = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["steps"]
+    stopped_at = RunFolder(tmp_path / "parts").checkpoints.all()[-1].steps
     assert 0 < stopped_at < 600  # the signal came in the middle, or this test shows nothing
     metrics_of(tmp_path / "parts")  # whole lines only
 
@@ -274,14 +275,81 @@ def test_resume_refuses_what_would_change_the_past_and_takes_more_epochs(
     assert [line["epoch"] for line in metrics_of(tmp_path / "o") if line["event"] == "test"] == [1, 2, 3]
 
 
-def test_a_damaged_checkpoint_is_named(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
-    assert shoal("train", "--data", tiny, "--epochs", "1", "--batch", "16", "--out", "o").returncode == 0
-    path = tmp_path / "o" / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    run = shoal("train", "--resume", "o", "--epochs", "2")
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    settings = ["train", "--data", tiny, "--epochs", "2", "--batch", "16"]
+    assert shoal(*settings, "--out", "whole").returncode == 0
+    assert shoal(*settings, "--out", "o").returncode == 0
+    (tmp_path / "o" / "result.json").unlink()
+    older, newer = RunFolder(tmp_path / "o").checkpoints.all()
+    path = newer.path / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1  # one bit
+    path.write_bytes(content)
+
+    asked = shoal("train", "--resume", f"o/checkpoints/{newer.path.name}")
+    assert asked.returncode == 2
+    assert f"{newer.path.name}': optimizer.safetensors has another SHA-256" in asked.stderr
+    run = shoal("train", "--resume", "o")
+    assert run.returncode == 0, run.stderr
+    warnings = [line["text"] for line in metrics_of(tmp_path / "o") if line["event"] == "warning"]
+    (told,) = [text for text in warnings if "damaged" in text]
+    assert f"{newer.path.name}' is damaged: optimizer.safetensors has another SHA-256" in told
+    assert told.endswith(f"The run goes on from {older.path.name}.")
+    whole, again = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "o"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    for checkpoint in RunFolder(tmp_path / "o").checkpoints.all():
+        (checkpoint.path / "manifest.json").write_text("{")
+    run = shoal("train", "--resume", "o", "--epochs", "3")
     assert run.returncode == 2
-    assert "checkpoint.pt" in run.stderr
+    assert "manifest.json cannot be read" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_pickles_of_earlier_versions_are_refused_by_name(shoal_here: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    torch.save({}, tmp_path / "old" / "checkpoint.pt")
+    (tmp_path / "old" / "config.yaml").write_text("model: lenet5\n")
+    for arguments in (["--resume", "old"], ["--resume", "auto", "--out", "old"]):
+        run = shoal_here("train", *arguments)
+        assert run.returncode == 2
+        assert "checkpoint.pt there was written by an earlier version, as a pickle" in run.stderr
+
+
+def test_auto_begins_a_run_goes_on_with_it_and_leaves_a_finished_one(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    def auto(epochs: str) -> str:
+        run = shoal("train", "--data", tiny, "--batch", "16", "--out", "o", "--resume", "auto", "--epochs", epochs)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    auto("1")
+    before = (tmp_path / "o" / "metrics.jsonl").read_bytes()
+    assert "the run in o is finished" in auto("1")
+    assert (tmp_path / "o" / "metrics.jsonl").read_bytes() == before
+    assert "going on with the run in o" in auto("2")
+    assert [line["epoch"] for line in metrics_of(tmp_path / "o") if line["event"] == "test"] == [1, 2]
+    run = shoal("train", "--resume", "auto")
+    assert (run.returncode, "--out DIR" in run.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("every", ["3steps", "0.0001min"])
+def test_checkpoints_come_by_steps_and_by_the_clock_and_the_newest_are_kept(
+    every: str, shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    settings = ["train", "--data", tiny, "--batch", "8", "--epochs", "2", "--checkpoint-every", every, "--keep", "4"]
+    run = shoal(*settings, "--out", "o")
+    assert run.returncode == 0, run.stderr
+    kept = RunFolder(tmp_path / "o").checkpoints.all()
+    assert [checkpoint.damage() for checkpoint in kept] == [None] * 4
+    if every == "3steps":
+        assert [checkpoint.path.name for checkpoint in kept] == [f"step-{n:08d}" for n in (12, 15, 18, 20)]
+    whole = load_file(tmp_path / "o" / "model.safetensors")
+    run = shoal("train", "--resume", f"o/checkpoints/{kept[0].path.name}")
+    assert run.returncode == 0, run.stderr
+    told = [line["text"] for line in metrics_of(tmp_path / "o") if line["event"] == "warning"]
+    assert any(f"left-{kept[-1].path.name} is newer than where the run goes on from" in text for text in told)
+    again = load_file(tmp_path / "o" / "model.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -311,11 +379,13 @@ def test_a_folder_belongs_to_one_run_until_that_ends_however_it_does(shoal: Shoa
     resume = ("--resume", "o")
     message = while_it_goes_on(resume, resume, signal.SIGKILL)
     assert "--resume 'o': that run is still under way (process P on" in message
-    saved = torch.load(tmp_path / "o" / "checkpoint.pt", weights_only=True)
-    (tmp_path / "o" / ".checkpoint.pt.1234.tmp").write_bytes(b"half")
-    after = shoal("train", "--resume", "o", "--epochs", str(saved["position"]["epoch"] + 1))
+    saved = RunFolder(tmp_path / "o").checkpoints.all()[-1].state()
+    (tmp_path / "o" / ".plan.json.1234.tmp").write_bytes(b"half")
+    (tmp_path / "o" / "checkpoints" / ".save-3.1234.tmp").mkdir()
+    (tmp_path / "o" / "checkpoints" / ".save-3.1234.tmp" / "model.safetensors").write_bytes(b"half")
+    after = shoal("train", "--resume", "o", "--epochs", str(saved["progress"]["position"]["epoch"] + 1))
     assert after.returncode == 0, after.stderr
-    assert not [path.name for path in (tmp_path / "o").iterdir() if path.name.startswith(".")]
+    assert not [path.name for path in (tmp_path / "o").rglob("*") if path.name.startswith(".")]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

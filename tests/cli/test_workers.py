@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.training.run_folder import RunFolder
 from tests.cli.commands import begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import WITH_DROPOUT, metrics_of, result_of, stop_during_training
@@ -96,7 +97,7 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert "shoal train --resume parts" in stderr
     assert stderr.count("shoal: ") == 1
     assert "Traceback" not in stderr
-    steps = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["steps"]
+    steps = RunFolder(tmp_path / "parts").checkpoints.all()[-1].steps
     assert 0 < steps < 600  # the signal came in the middle, or this test shows nothing
     shutil.copytree(tmp_path / "parts", tmp_path / "cut")
 
@@ -137,7 +138,32 @@ def test_torchrun_and_more_ranks_than_samples(tiny: str, tmp_path: Path) -> None
     assert process.returncode == 0, stderr
     result = result_of(tmp_path / "o")
     assert (result["workers"], result["steps"]) == (3, 40)
+    assert (result["samples"], result["samples_left_out"]) == (80, 0)
     assert stdout.count("test accuracy") == 2  # rank 0 alone shows the run
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["--workers", "3"],
+        pytest.param(["--workers", "2", "--plan", "spatial"], marks=pytest.mark.thorough),
+        pytest.param(["--replicas", "2", "--exchange", "downpour", "--batch", "26"], marks=pytest.mark.thorough),
+        pytest.param(["--replicas", "2", "--exchange", "allreduce", "--batch", "26"], marks=pytest.mark.thorough),
+    ],
+    ids=lambda kind: kind[-1],
+)
+def test_every_sample_is_accounted_for_where_nothing_divides_evenly(
+    kind: list[str], shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    """80 samples in steps of 25 or 26, 20 to test, on ranks with unequal shares."""
+    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    run = shoal("train", "--data", tiny, *NET, "--batch", "25", *kind, "--epochs", "2", "--out", "o")
+    assert run.returncode == 0, run.stderr
+    result = result_of(tmp_path / "o")
+    step = result["batch"]
+    assert (result["samples"], result["samples_left_out"]) == (2 * 3 * step, 2 * (80 - 3 * step))
+    assert result["samples"] + result["samples_left_out"] == 2 * 80
+    assert sum(score["samples"] for score in result["per_class"].values()) == 20
 
 
 def test_srun(tiny: str, tmp_path: Path) -> None:

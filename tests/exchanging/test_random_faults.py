@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.faults.bench import MODES, Score, strike
 from benchmarks.faults.files import what_is_not_whole
 from shoal.exchanges import EXCHANGES
+from shoal.training.checkpoints.folder import CheckpointFolder, Draft
 
 COMPRESSED_AND_GROUPS = {mode for mode in MODES if mode.split()[-1] in ("int8", "sign", "groups")}
 
@@ -34,16 +34,17 @@ def test_every_exchange_is_struck() -> None:
 
 def test_files_that_are_not_whole_are_found(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n')
-    torch.save({"own": {0: 7}}, tmp_path / "checkpoint.pt")
-    torch.save({"ranks": [b"1"]}, tmp_path / "replica-0-7.pt")
+    draft = Draft(CheckpointFolder(tmp_path / "checkpoints"), "save", 1)
+    draft.write_bytes("replica-0.safetensors", b"own")
+    name = draft.commit(7).path.name
     assert what_is_not_whole(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n{"eve')
-    (tmp_path / "replica-0-7.pt").write_bytes(b"")
+    (tmp_path / "checkpoints" / name / "replica-0.safetensors").write_bytes(b"")
     (tmp_path / ".plan.json.7.tmp").write_text("{")
     found = what_is_not_whole(tmp_path)
     assert [line.partition(":")[0] for line in found] == [
         "half a file is left",
         "metrics.jsonl is not whole",
-        "checkpoint.pt is not whole",
+        "step-00000007 is not whole",
     ]
-    assert "replica-0-7.pt" in found[-1]
+    assert "replica-0.safetensors" in found[-1]

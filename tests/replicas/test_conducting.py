@@ -17,6 +17,7 @@ from shoal.diary import now
 from shoal.errors import PeerError, RunError
 from shoal.exchanges import Holding
 from shoal.exchanging import Seat, Tally
+from shoal.replicas.bundle import packed
 from shoal.replicas.conducting import Conducting
 from shoal.replicas.effects import WriteOwn
 from shoal.replicas.orders import (
@@ -313,14 +314,16 @@ def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.M
         two = Two(conducting, closing)
         moment = two.train_until("hand in")
         seats = two.seats
-        assert seats[0].ask(question_head(HandedIn(moment)), [b"0"]).head["order"] == "noted"
+        files = [packed({f"replica-{number}.safetensors": str(number).encode()}) for number in (0, 1)]
+        assert seats[0].ask(question_head(HandedIn(moment)), files[:1]).head["order"] == "noted"
         assert seats[1].ask(question_head(NextBatches())).head["order"] == "hand in"
-        seats[1].send(question_head(HandedIn(moment)), [b"1"])
+        seats[1].send(question_head(HandedIn(moment)), files[1:])
         assert begun.wait(30)
         assert seats[0].ask(question_head(NextBatches())).head["order"] != "test"
         goes_on.set()
         assert seats[1].hear().head["order"] == "noted"
-        assert (tmp_path / "run" / f"replica-1-{moment}.pt").read_bytes() == b"1"
+        (written,) = (tmp_path / "run" / "checkpoints").glob(f".moment-{moment}.*.tmp/replica-1.safetensors")
+        assert written.read_bytes() == b"1"
         assert seats[0].ask(question_head(NextBatches())).head["order"] == "test"
 
 

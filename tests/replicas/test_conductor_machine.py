@@ -428,7 +428,7 @@ chosen = st.fixed_dictionaries(
         "replicas": st.integers(1, 3),
         "epochs": st.integers(1, 8),
         "eval_every": st.integers(1, 2),
-        "checkpoint_every": st.integers(1, 3),
+        "checkpoint_every": st.integers(1, 3) | st.sampled_from(["3steps", "7steps", "0.1min"]),
         "eval_steps": st.none() | st.integers(1, 9),
     }
 )

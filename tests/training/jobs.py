@@ -1,6 +1,7 @@
 """What runs inside the ranks: the trainer's own steps under a plan, beside one device's, in float64."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal import zoo
 from shoal.config import TrainConfig
-from shoal.training import checkpoint
-from shoal.training.checkpoint import Progress
+from shoal.partition import slices, whole
+from shoal.training.checkpoints.folder import CheckpointFolder, new_token
+from shoal.training.checkpoints.job_state import take_snapshot
+from shoal.training.checkpoints.progress import Progress
+from shoal.training.checkpoints.restoring import restore
+from shoal.training.checkpoints.saving import Saver
 from shoal.training.job import Job, equipped, prepare
 from shoal.training.step import autocast, train_step
 from shoal.transport import Transport
@@ -61,18 +67,29 @@ def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
 
 def state_of(job: Job) -> dict[str, Tensor]:
     """Everything that training changed, whole, on rank 0."""
-    model, optimizer = job.network.states(job.optimizer)
-    remembered = {f"{name}/{key}": value for name, kept in optimizer.items() for key, value in kept.items()}
-    averages = {} if job.average is None else job.network.put_together(job.average.parts)
+    saved = put_together(job)
     with job.tested():
-        tested, _ = job.network.states(job.optimizer)
-        tested = {f"{name}/tested": value.clone() for name, value in tested.items()}
+        tested = put_together(job)["model"]
     return {
-        **model,
-        **{key: value for key, value in remembered.items() if value is not None},
-        **{f"{name}/average": value for name, value in averages.items()},
-        **tested,
+        **saved["model"],
+        **saved["optimizer"],
+        **{f"{name}/average": value for name, value in saved["average"].items()},
+        **{f"{name}/tested": value for name, value in tested.items()},
+        **{f"{kind}/{name}": value for kind in saved if "worker" in kind for name, value in saved[kind].items()},
     }
+
+
+def put_together(job: Job) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint of a job holds, by kind, whole, on all ranks."""
+    own = take_snapshot(job).tensors
+    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "average": {}}
+    for kinds in Transport().gather_objects(own) if job.network.ranks > 1 else [own]:
+        for kind, parts in kinds.items():
+            for name, part in parts.items():
+                shape = part.place.shape
+                full = found.setdefault(kind, {}).setdefault(name, torch.empty(shape, dtype=part.tensor.dtype))
+                full[slices(part.place.box, whole(shape))] = part.tensor
+    return found
 
 
 def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
@@ -115,7 +132,7 @@ def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
             sent = job.network.bytes_sent() - before
             with autocast(job):
                 assert sent == STEPS * job.network.bytes_per_step(2), amp
-            model, _ = job.network.states(job.optimizer)
+            model = put_together(job)["model"]
             changes = {name: tensor - first[name] for name, tensor in model.items()}
             learned.setdefault(amp, []).append({name: change.clone() for name, change in changes.items()})
     if Transport().rank:
@@ -126,8 +143,65 @@ def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
 
 def anew(job: Job, config: TrainConfig, first: Mapping[str, Tensor]) -> Job:
     """The same network, as it was at first, in another training: laying it over ranks anew would take longer."""
-    job.network.load(first, {}, job.optimizer, batches=0)
+    job.network.load(lambda name, box: first[name][slices(box, whole(first[name].shape))], batches=0)
     return equipped(config, job.splits, job.network, job.loader, job.device)
+
+
+def large_net(*, input: tuple[int, ...], classes: int, name: str) -> nn.Module:
+    """A network of the zoo, small, in float64."""
+    options = {"unet": {"width": 4, "depth": 2}}.get(name, {})
+    network = zoo.build(name, input=input, classes=classes, options=options).double()
+    return nn.Sequential(_Double(), network)
+
+
+class _Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+def saved_under_one_plan_goes_on_under_another(
+    path: Path, plans: dict[int, list[str]], kind: dict[str, Any]
+) -> dict[tuple[str, str], tuple[bool, float]]:
+    """For each pair of (workers, plan): whether what was saved under the first is, bit for bit, what the second begins
+    with; and how far the next steps of the two differ.
+    """
+    laid: dict[str, Job] = {}
+    for workers, names in plans.items():
+        transport = Transport(alone=workers == 1)
+        laid |= {
+            f"{workers} {name}": prepare(settings(**kind, plan=name, workers=workers), transport) for name in names
+        }
+    found: dict[tuple[str, str], tuple[bool, float]] = {}
+    for before, job in laid.items():
+        trained(job, 2)
+        folder = CheckpointFolder(path / before)
+        _save(job, folder, 2)
+        saved = put_together(job)
+        trained(job, 3, first=2)
+        expected = put_together(job)
+        for after, other in laid.items():
+            other.optimizer.state.clear()
+            restore(folder.all()[-1], other)
+            now = put_together(other)
+            same = all(
+                saved[kind].keys() == now[kind].keys()
+                and all(torch.equal(now[kind][name], saved[kind][name]) for name in now[kind])
+                for kind in saved
+            )
+            trained(other, 3, first=2)
+            reached = put_together(other)
+            found[before, after] = same, max(difference(reached[k], expected[k]) for k in expected if expected[k])
+    return found
+
+
+def _save(job: Job, folder: CheckpointFolder, steps: int) -> None:
+    everyone = job.network.ranks > 1
+    token = max(Transport().gather_objects(new_token()))
+    if everyone or Transport().rank == 0:
+        saver = Saver(folder, job, token=token, together=True, writing=lambda _: nullcontext())
+        saver.save(replace(Progress.start(job.device), steps=steps))
+        saver.finish()
+    Transport().gather_numbers([])  # until rank 0 has written it
 
 
 def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
@@ -136,9 +210,12 @@ def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
     whole, stopped, resumed = (prepare(config, Transport()) for _ in range(3))
     trained(whole)
     trained(stopped, STEPS - 1)
-    checkpoint.save(path, stopped, replace(Progress.start(stopped.device), steps=STEPS - 1))
-    Transport().gather_numbers([])  # until rank 0 has written it
-    assert checkpoint.restore(path, resumed).steps == STEPS - 1
+    folder = CheckpointFolder(path)
+    _save(stopped, folder, STEPS - 1)
+    (saved,) = folder.all()
+    assert saved.damage() is None
+    progress, told = restore(saved, resumed)
+    assert (progress.steps, told) == (STEPS - 1, [])
     trained(resumed, 1, first=STEPS - 1)
     assert kind.get("ema") is None or resumed.average is not None
     ours, theirs = state_of(resumed), state_of(whole)
@@ -151,7 +228,7 @@ def post_local(kind: dict[str, Any]) -> tuple[float, float, float, float]:
     trained(job)
     weight = job.network.module.get_parameter("head.bias")
     own, other = (row[0] for row in job.network.gather([float(weight[0])]))
-    mean = job.network.states(job.optimizer)[0]["head.bias"][0]
+    mean = job.network.held()["head.bias"].tensor[0]
     with job.network.evaluating():
         tested = float(weight[0])
     assert float(weight[0]) == (own, other)[job.network.rank]  # it goes on with its own

@@ -38,7 +38,7 @@ def test_ranks_take_one_devices_steps(plan: str, on_ranks: RunOnRanks) -> None:
 
 def test_a_run_with_adam_and_an_average_goes_on_bit_for_bit(tmp_path: Path, on_ranks: RunOnRanks) -> None:
     kind = {"optimizer": "adam", "ema": 0.9, "clip": 0.1}
-    assert on_ranks(4, jobs.goes_on, "2x2", tmp_path / "checkpoint.pt", kind) == [True] * 4
+    assert on_ranks(4, jobs.goes_on, "2x2", tmp_path / "checkpoints", kind) == [True] * 4
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError, ConfigError
-from shoal.training import checkpoint
+from shoal.training.checkpoints.carry_over import check_settings
 from tests.conftest import RunOnRanks
 from tests.training import jobs
 from tests.training.test_options import KINDS
@@ -31,7 +31,7 @@ def test_ranks_take_one_devices_steps(strategy: str, on_ranks: RunOnRanks) -> No
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "post-local-sgd"])
 def test_a_run_goes_on_bit_for_bit(strategy: str, tmp_path: Path, on_ranks: RunOnRanks) -> None:
     kind = {"optimizer": "adam", "clip": 0.1, **SHORT, "model_options": {"dropout": 0.5}}
-    assert on_ranks(2, jobs.goes_on, strategy, tmp_path / "checkpoint.pt", kind) == [True] * 2
+    assert on_ranks(2, jobs.goes_on, strategy, tmp_path / "checkpoints", kind) == [True] * 2
 
 
 def test_workers_of_post_local_sgd_differ_between_means_and_their_mean_is_tested(on_ranks: RunOnRanks) -> None:
@@ -61,4 +61,4 @@ def test_what_they_do_not_do_is_refused(settings: dict[str, Any], message: str) 
 def test_weights_of_each_worker_fit_no_other_plan() -> None:
     before = jobs.settings(plan="post-local-sgd", workers=2).model_dump(mode="json")
     with pytest.raises(CheckpointError, match="made with plan = 'post-local-sgd', now it is 'ddp'"):
-        checkpoint._check_settings(before, jobs.settings(plan="ddp", workers=2))
+        check_settings(before, jobs.settings(plan="ddp", workers=2))

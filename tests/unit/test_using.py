@@ -150,7 +150,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(run: Path, tmp_path: Path) -> 
         shoal.load("nowhere")
     with pytest.raises(CheckpointError, match="no run lies in"):
         shoal.load(tmp_path)
-    (tmp_path / "checkpoint.pt").touch()
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"is not finished(.|\n)*shoal train --resume"):
         shoal.load(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")

@@ -1,0 +1,1 @@
+"""What checkpoints cost, and that kills do not harm them."""

@@ -1,0 +1,87 @@
+"""From a checkpoint to a job that goes on from there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.config import TrainConfig
+from shoal.data import Position
+from shoal.errors import CheckpointError
+from shoal.training.checkpoints.carry_over import (
+    PLACES_OF_PARTS,
+    Done,
+    check_settings,
+    renumbered,
+    samples_per_number,
+    told,
+)
+from shoal.training.checkpoints.folder import Checkpoint
+from shoal.training.checkpoints.job_state import put_in
+from shoal.training.checkpoints.progress import Progress
+from shoal.training.job import Job
+
+
+def read_state(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
+    """What of a checkpoint is no tensor, if it is of a run with these settings but for those that may change."""
+    state = checkpoint.state()
+    try:
+        check_settings(state["config"], config)
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint.path)!r}: its state.json lacks settings.", "Go on from another checkpoint."
+        ) from None
+    return state
+
+
+def settings_before(state: Mapping[str, Any]) -> TrainConfig:
+    """Of the run that wrote it."""
+    return TrainConfig.model_validate(state["config"])
+
+
+def step_seconds(checkpoint: Checkpoint) -> list[float]:
+    """Of all steps that are in it."""
+    seconds: list[float] = checkpoint.tensors("seconds").read("step_seconds").tolist()
+    return seconds
+
+
+def done_before(state: Mapping[str, Any], now: TrainConfig) -> tuple[Done, int]:
+    """Which batches are done, as a run with the settings `now` counts them, and how many samples that repeats."""
+    before, counted, again = settings_before(state), state["progress"]["steps"], state.get("again", [])
+    options = now.exchange_settings()
+    in_order = options is None or options.same_batch
+    done = Done(counted + len(again), tuple(again))
+    sizes = samples_per_number(before), samples_per_number(now)
+    if sizes[0] == sizes[1] and not (in_order and again):
+        return done, 0
+    return renumbered(done, *sizes, in_order=in_order)
+
+
+def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
+    """Put `job`, on this rank, where the run stood; and what people should know of that.
+
+    On as many workers under the same plan it goes on bit for bit. Settings that the state does not fit are a
+    `CheckpointError`; `job` must then not be used.
+    """
+    state = read_state(checkpoint, job.config)
+    before, network = settings_before(state), job.network
+    done, repeated = done_before(state, job.config)
+    put_in(checkpoint, state, job, batches=done.counted * job.config.accumulate)
+    progress = Progress.from_dict(
+        state["progress"], step_seconds(checkpoint), rank=network.rank, ranks=network.ranks, device=job.device
+    )
+    same = all(getattr(before, name) == getattr(job.config, name) for name in (*PLACES_OF_PARTS, "recompute"))
+    if not same:
+        progress.sent_bytes = progress.sent_steps = 0
+    if before.exchange_settings() is not None:
+        _recount(progress, done.counted, samples_per_number(before), job)
+    progress.repeated += repeated
+    return progress, told(before, job.config, repeated, state.get("own_of_replicas", ()))
+
+
+def _recount(progress: Progress, steps: int, samples_before: int, job: Job) -> None:
+    """The same progress in steps of this job, where a run of replicas counted batches of another size."""
+    progress.steps, progress.sent_bytes, progress.sent_steps = steps, 0, 0
+    progress.position = Position(*divmod(steps, job.steps_per_epoch))
+    progress.tested = min(progress.tested * samples_before // samples_per_number(job.config), steps)
+    if progress.summed[0] != progress.position.step:  # the mean loss so far counts as that of so many steps
+        progress.losses *= progress.position.step / max(1, progress.summed[0])
+        progress.summed = [progress.position.step, 0]

@@ -1,0 +1,131 @@
+"""Runs whose processes are killed: nothing is lost but steps since the last checkpoint; some go on by themselves."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.checkpoints.kills import differences
+from shoal.training.run_folder import RunFolder
+from tests.cli.commands import Begun, begin
+from tests.cli.conftest import Shoal
+from tests.cli.test_train import WITH_DROPOUT, result_of
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
+    pytest.mark.timeout(300),
+]
+NET = ["--model", "mine:net", "--batch", "8", "--log-every", "3", "--seed", "5", "--threads", "1", "--ema", "0.9"]
+
+
+def wait_for(condition: Callable[[], bool], run: Begun) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert run.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def newest(out: Path) -> int:
+    checkpoints = RunFolder(out).checkpoints.all()
+    return checkpoints[-1].steps if checkpoints else 0
+
+
+def reached(out: Path, steps: int) -> bool:
+    return newest(out) >= steps
+
+
+def kill_all(run: Begun) -> None:
+    """The command and all that it started, as when a machine is lost."""
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    run.wait(60)
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+
+
+@pytest.mark.parametrize("workers", [[], ["--workers", "2", "--plan", "model"]], ids=["alone", "cut over two"])
+def test_killed_while_it_saves_a_run_goes_on_bit_for_bit(
+    workers: list[str], shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    settings = ["train", "--data", tiny, *NET, *workers, "--epochs", "30", "--eval-every", "30"]
+    assert shoal(*settings, "--checkpoint-every", "30epochs", "--out", "whole").returncode == 0
+    draw, out = random.Random(0), tmp_path / "struck"
+    saving = [*settings, "--checkpoint-every", "1step", "--out", "struck", "--resume", "auto"]
+    for _ in range(2):
+        enough, run = newest(out) + 1, begin(tmp_path, "shoal", *saving)
+        try:
+            wait_for(partial(reached, out, enough), run)
+            time.sleep(draw.uniform(0, 0.05))
+        finally:
+            kill_all(run)
+        assert RunFolder(out).checkpoints.newest_whole()[1] == [], "a checkpoint is damaged"
+    assert 0 < newest(out) < 300
+    last = shoal(*saving)
+    assert last.returncode == 0, last.stderr
+    assert differences(tmp_path / "whole", out) == []
+    assert not [path for path in out.rglob("*") if path.name.startswith(".")]
+
+
+def rank_of(run: Begun, number: int) -> psutil.Process:
+    return next(
+        process
+        for process in psutil.Process(run.pid).children(recursive=True)
+        if process.name() == f"shoal rank {number}"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [["--workers", "2"], pytest.param(["--replicas", "2", "--exchange", "sync"], marks=pytest.mark.thorough)],
+    ids=["plan", "sync"],
+)
+def test_a_run_that_loses_a_worker_goes_on_by_itself(kind: list[str], tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out = tmp_path / "o"
+    settings = ["train", "--data", tiny, *NET[:-2], *kind, "--epochs", "40", "--eval-every", "40", "--out", "o"]
+    run = begin(tmp_path, "shoal", *settings, "--checkpoint-every", "2steps", "--restarts", "1")
+    try:
+        wait_for(partial(reached, out, 5), run)
+        rank_of(run, 1).kill()
+        printed = run.communicate(timeout=120)
+    finally:
+        if run.poll() is None:
+            kill_all(run)
+    assert run.returncode == 0, printed
+    assert "Going on from the last checkpoint; 0 of the restarts are left." in printed[0]
+    result = result_of(out)
+    assert (result["steps"], result["samples"], result["restarts"]) == (400, 3200, 1)
+
+
+def test_torchrun_restarts_a_run(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out = tmp_path / "o"
+    settings = ["train", "--data", tiny, *NET, "--epochs", "60", "--eval-every", "60", "--out", "o"]
+    torchrun = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2", "-m", "shoal"]
+    run = begin(
+        tmp_path, "torch.distributed.run", *torchrun, *settings, "--checkpoint-every", "2steps", "--resume", "auto"
+    )
+    try:
+        wait_for(partial(reached, out, 5), run)
+        ranks = [child for child in psutil.Process(run.pid).children() if "shoal" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        printed = run.communicate(timeout=150)
+    finally:
+        if run.poll() is None:
+            kill_all(run)
+    assert run.returncode == 0, printed
+    assert "going on with the run in o" in printed[0]
+    assert result_of(out)["steps"] == 600

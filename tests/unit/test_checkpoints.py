@@ -1,0 +1,235 @@
+"""Checkpoints on the disk: parts that come together in any box, folders that are whole or absent, what is refused."""
+
+import json
+import struct
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.config import TrainConfig
+from shoal.errors import CheckpointError, MessageError, PeerError
+from shoal.files import remove_drafts
+from shoal.partition import cut
+from shoal.replicas.bundle import packed, unpacked
+from shoal.training.checkpoints.carry_over import Done, check_settings, renumbered, samples_per_number, settings_saved
+from shoal.training.checkpoints.folder import Checkpoint, CheckpointFolder, Draft
+from shoal.training.checkpoints.tensor_files import (
+    Part,
+    Place,
+    SavedTensors,
+    blocks_of,
+    bytes_of,
+    seal_of,
+    write_blocks,
+)
+from shoal.units import Period
+
+WHOLE = torch.arange(42, dtype=torch.float64).view(7, 6)
+
+
+def in_parts(rows: int, columns: int) -> list[Part]:
+    boxes = product(cut(7, rows), cut(6, columns))
+    return [Part(WHOLE[a.start : a.stop, b.start : b.stop].clone(), Place((a, b), (7, 6))) for a, b in boxes]
+
+
+def test_every_box_comes_together_from_every_cut(tmp_path: Path) -> None:
+    for rows, columns in ((1, 1), (3, 1), (1, 4), (2, 3), (7, 6)):
+        paths = []
+        for number, part in enumerate(in_parts(rows, columns)):
+            path = tmp_path / f"{rows}-{columns}-{number}.safetensors"
+            assert write_blocks(path, blocks_of({"w": part})) == seal_of(path)
+            paths.append(path)
+        saved = SavedTensors(paths)
+        assert saved.shape("w") == (7, 6)
+        assert torch.equal(saved.read("w"), WHOLE)
+        for box in product(cut(7, 2), cut(6, 5)):
+            assert torch.equal(saved.read("w", box), WHOLE[box[0].start : box[0].stop, box[1].start : box[1].stop])
+        if len(paths) > 1:
+            with pytest.raises(CheckpointError, match="not all parts of 'w'"):
+                SavedTensors(paths[1:]).read("w")
+
+
+def test_files_are_safetensors_of_every_type(tmp_path: Path) -> None:
+    tensors = {
+        "count": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.randn(3).bfloat16(),
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(bytes_of({name: Part.of(tensor) for name, tensor in tensors.items()}))
+    by_package, by_us = load_file(path), SavedTensors([path])
+    for name, tensor in tensors.items():
+        assert torch.equal(by_package[name], tensor)
+        assert torch.equal(by_us.read(name), tensor)
+    with pytest.raises(CheckpointError, match=r"'z' is of type torch\.complex64"):
+        bytes_of({"z": Part.of(torch.zeros(2, dtype=torch.complex64))})
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"shape": [7, 6], "box": [[0, 3]]},
+        {"shape": [7, 6], "box": [[0, 8], [0, 6]]},
+        {"shape": [7, 6], "box": [[-1, 2], [0, 6]]},
+        {"shape": [7, 6], "box": [[0, 2], [0, 6]]},
+        {"shape": 7, "box": []},
+        [],
+    ],
+)
+def test_places_that_cannot_be_are_refused(place: object, tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"shoal.places": json.dumps({"w": place})},
+        "w": {"dtype": "F64", "shape": [3, 6], "data_offsets": [0, 144]},
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(144))
+    with pytest.raises(CheckpointError, match=r"w\.safetensors' is not a file of tensors"):
+        SavedTensors([path])
+
+
+def make(folder: CheckpointFolder, steps: int) -> Checkpoint:
+    draft = Draft(folder, "save", 7)
+    draft.write_parts("model.safetensors", {"w": Part.of(WHOLE)})
+    draft.write_json("state.json", {"steps": steps})
+    return draft.commit(steps)
+
+
+def flip(checkpoint: Checkpoint) -> str:
+    path = checkpoint.path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return "model.safetensors has another SHA-256 than manifest.json says"
+
+
+def shorten(checkpoint: Checkpoint) -> str:
+    path = checkpoint.path / "state.json"
+    size = path.stat().st_size
+    path.write_bytes(b"{")
+    return f"state.json is not of {size} bytes"
+
+
+def remove(checkpoint: Checkpoint) -> str:
+    (checkpoint.path / "model.safetensors").unlink()
+    return "model.safetensors is missing"
+
+
+def without_manifest(checkpoint: Checkpoint) -> str:
+    (checkpoint.path / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+def of_another_version(checkpoint: Checkpoint) -> str:
+    (checkpoint.path / "manifest.json").write_text(json.dumps({"schema": "shoal.checkpoint/9", "files": {}}))
+    return "it was written by another version: its schema is 'shoal.checkpoint/9', not 'shoal.checkpoint/5'"
+
+
+def of_files_elsewhere(checkpoint: Checkpoint) -> str:
+    manifest = {"schema": "shoal.checkpoint/5", "files": {"../x": {"bytes": 1, "sha256": ""}}}
+    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
+    return "manifest.json names files elsewhere"
+
+
+@pytest.mark.parametrize("damage", [flip, shorten, remove, without_manifest, of_another_version, of_files_elsewhere])
+def test_damage_is_named_and_the_one_before_used(damage: Callable[[Checkpoint], str], tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    older, newer = make(folder, 5), make(folder, 9)
+    assert folder.newest_whole() == (newer, [])
+    why = damage(newer)
+    assert newer.damage() == why
+    assert folder.newest_whole() == (older, [f"checkpoint {str(newer.path)!r} is damaged: {why}."])
+
+
+def test_the_newest_are_kept_and_equal_steps_sort_by_age(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert (folder.all(), folder.newest_whole()) == ([], (None, []))
+    for steps in (9, 100_000_000, 10, 10):
+        make(folder, steps)
+    names = ["step-00000009", "step-00000010", "step-00000010-2", "step-100000000"]
+    assert [checkpoint.path.name for checkpoint in folder.all()] == names
+    assert [path.name for path in folder.set_aside_after(folder.all()[2])] == ["left-step-100000000"]
+    folder.keep(1)
+    assert [checkpoint.path.name for checkpoint in folder.all()] == ["step-00000010-2"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["left-step-100000000", "step-00000010-2"]
+
+
+def test_drafts_of_killed_runs_are_removed_and_never_found(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    draft = Draft(folder, "save-1", 5)
+    draft.write_parts("model.safetensors", {"w": Part.of(WHOLE)})
+    assert folder.all() == []
+    remove_drafts(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_hand_their_files_over(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    first, second = in_parts(2, 1)
+    drafts = [Draft(folder, "save-1", 5) for _ in range(2)]
+    drafts[1].write_parts("model-rank1.safetensors", {"w": second})
+    drafts[0].write_parts("model.safetensors", {"w": first})
+    with pytest.raises(PeerError, match=r"ranks 1 did not write their part of a checkpoint within 0\.05 seconds"):
+        drafts[0].take_over([1], timeout=0.05)
+    drafts[1].hand_over(1)
+    drafts[0].take_over([1], timeout=5)
+    checkpoint = drafts[0].commit(3)
+    assert checkpoint.damage() is None
+    assert torch.equal(checkpoint.tensors("model").read("w"), WHOLE)
+    assert sorted(checkpoint.files()) == ["model-rank1.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 3), (4, 4), (6, 4)])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_is_done_is_counted_anew_without_losing_a_sample(sizes: tuple[int, int], in_order: bool) -> None:
+    """Beside sets of samples: a batch counts as done only if all its samples are, and what is not is done again."""
+    before, now = sizes
+    for handed in range(13):
+        for again in ((), (0,), (1, 3), (2, 5)):
+            done = Done(handed, tuple(number for number in again if number < handed))
+            numbers = set(range(handed)) - set(done.again)
+            samples = {number * before + place for number in numbers for place in range(before)}
+            renewed, repeated = renumbered(done, before, now, in_order=in_order)
+            batches = set(range(renewed.handed)) - set(renewed.again)
+            trained = {number * now + place for number in batches for place in range(now)}
+            assert trained <= samples, "nothing counts that was not done"
+            assert repeated == len(samples) - len(trained)
+            assert not (in_order and renewed.again)
+            if not in_order and not done.again:
+                assert repeated < now
+
+
+def test_a_position_is_one_of_samples() -> None:
+    plain = TrainConfig(batch=64, accumulate=2)
+    shared = TrainConfig(batch=64, accumulate=2, replicas=4, exchange="allreduce")
+    each = TrainConfig(batch=64, accumulate=2, replicas=4, exchange="downpour")
+    assert [samples_per_number(config) for config in (plain, shared, each)] == [128, 128, 32]
+
+
+def test_settings_that_the_state_depends_on_are_refused() -> None:
+    before = settings_saved(TrainConfig(batch=64))
+    check_settings(before, TrainConfig(batch=64, epochs=9, plan="model", workers=4, exchange="gossip", replicas=2))
+    with pytest.raises(CheckpointError, match=r"the run was made with lr = 0\.05, now it is 0\.1"):
+        check_settings(before, TrainConfig(batch=64, lr=0.1))
+
+
+def test_files_travel_in_one_message() -> None:
+    files = {"model.safetensors": b"abc", "empty.json": b"", "rank-0.json": b"{}"}
+    message = packed(files)
+    assert {name: bytes(content) for name, content in unpacked(memoryview(message)).items()} == files
+    for wrong in (b"", message[:-1], message + b"x", packed({"../x": b"1"}), packed({".x": b"1"}), b"\xff" * 9):
+        with pytest.raises(MessageError):
+            unpacked(memoryview(wrong))
+
+
+@pytest.mark.parametrize("text", ["0", "0steps", "-1", "1.5epochs", "steps", "3 parsecs", "", 1.5, True, None])
+def test_periods_that_are_none(text: object) -> None:
+    with pytest.raises(ValueError, match="such as 500steps, 1epoch or 10min"):
+        Period.parse(text)
