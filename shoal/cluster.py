@@ -108,10 +108,14 @@ class Level(_Frozen):
         """Seconds of an empty message for which computing ranks stop."""
         return self.latency + self.wait
 
-    def sum_seconds(self, size: float, ranks: int) -> float:
-        """Seconds in which a ring of `ranks` adds up `size` bytes over this level's links."""
-        start = 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
-        return start + 2 * (ranks - 1) / ranks * size / (self.sum_bandwidth or self.bandwidth)
+    @property
+    def sum_rate(self) -> float:
+        """Bytes/s that each rank sends while ranks add something up."""
+        return self.sum_bandwidth or self.bandwidth
+
+    def sum_start(self, ranks: int) -> float:
+        """Seconds in which a ring of `ranks` adds up nothing."""
+        return 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
 
 
 class Cluster(_Frozen):

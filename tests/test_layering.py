@@ -38,11 +38,13 @@ ALLOWED: dict[str, set[str]] = {
     "capturing": {"errors", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
-    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"},
+    "simulating": {"cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
+    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
+    | {"simulating"},
     "transport": {"errors", "traffic"},
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
-    "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
-    "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
+    "profiling": NOUNS | {"operators", "lowering", "simulating", "planning", "transport", "execution"},
+    "finding": NOUNS | {"lowering", "simulating", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
@@ -56,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
     "cli": NOUNS
-    | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
+    | {"zoo", "data", "launching", "simulating", "planning", "transport", "execution", "profiling", "finding"}
     | {"training", "replicas", "running", "verifying", "using"},
     "__main__": {"cli"},
 }

@@ -28,10 +28,10 @@ from shoal.planning.costs import CostModel
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
-from shoal.planning.speeds import Speeds
 from shoal.planning.why import Alternative, explained
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import OnMeasured
+from shoal.simulating.speeds import Speeds
 from shoal.timings import Timings
 from shoal.transport import Transport
 

@@ -21,12 +21,12 @@ from shoal.planning.costs import CostModel, flowing_values
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import price
 from shoal.planning.resolve import resolve
-from shoal.planning.speeds import Speeds
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import OnMeasured, profile, tiles_to_time
+from shoal.simulating.speeds import Speeds
 from shoal.timings import Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree

@@ -14,7 +14,7 @@ from shoal.graph import Layer, LayerGraph, State
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Facts, Need, Op, Part, Rule
 from shoal.operators.registry import WHOLE, facts_of, rule_for
-from shoal.partition import Box, Cut, cut, whole
+from shoal.partition import Box, Cut, Span, cut, whole
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,25 @@ class Placed:
 
     def group(self, rank: int, over: str) -> tuple[int, ...]:
         """The ranks whose parts differ from this rank's in the axes `over` only, itself included."""
-        mine = self.parts[rank]
-        assert mine is not None
-        fixed = {letter: span for letter, span in mine.items() if letter not in over}
-        return tuple(
-            other
-            for other, part in enumerate(self.parts)
-            if part is not None and all(part[letter] == span for letter, span in fixed.items())
-        )
+        group = self.groups(over)[rank]
+        assert group is not None
+        return group
+
+    def groups(self, over: str) -> tuple[tuple[int, ...] | None, ...]:
+        """For every rank the same; None where it has no part. Found once for all ranks."""
+        known: dict[str, tuple[tuple[int, ...] | None, ...]] = self.__dict__.setdefault("_groups", {})
+        if over not in known:
+            alike: dict[tuple[Span, ...], list[int]] = {}
+            seats = [
+                None if part is None else tuple(span for letter, span in part.items() if letter not in over)
+                for part in self.parts
+            ]
+            for rank, seat in enumerate(seats):
+                if seat is not None:
+                    alike.setdefault(seat, []).append(rank)
+            groups = {seat: tuple(ranks) for seat, ranks in alike.items()}
+            known[over] = tuple(None if seat is None else groups[seat] for seat in seats)
+        return known[over]
 
 
 def op_of(layer: Layer, graph: LayerGraph) -> Op:

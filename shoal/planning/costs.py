@@ -22,27 +22,32 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster import Level
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
+from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.cost_tables import Factor
-from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
 from shoal.planning.step_memory import kept_values
-from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
+from shoal.planning.transfers import Floats, transfer_seconds
+from shoal.simulating.collectives import (
+    Shape,
+    is_card,
+    layer_sum_phases,
+    phase_seconds,
+    shape_of,
+    sum_phases,
+    unit_size,
+)
+from shoal.simulating.speeds import KernelTime, Speeds
 
 SHARED_ENTRIES = 1_000_000
 """The largest table in which transfers that several readers share are counted once."""
 EXPOSED = (1.0, 0.5, 0.2, 0.0)
 """Shares of the gradients' sums that backward may fail to hide."""
-PLAYED_RANKS = 64
-"""Up to so many ranks a plan is played through move by move; beyond, its price is the tables'."""
-PAIR_BYTES = 64 << 10
-"""Sums up to this size cost two ranks one message each."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,14 @@ class StageCost:
     memory: Floats
     """Bytes on the rank with the largest part: parameters with their gradients and optimizer state, and what the stage
     keeps for backward."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a group of ranks lies in a cluster, and how many like it, by level, sum at once behind one card."""
+
+    shape: Shape
+    sharing: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -134,9 +147,11 @@ class CostModel:
     bucket_bytes: int = 1 << 20
     losses: bool = False
     """Whether the network ends in one loss per sample, which stays where it is computed."""
-    _kernels: dict[object, KernelTime] = field(default_factory=dict)
+    kernels: dict[object, KernelTime] = field(default_factory=dict)
+    """What `speeds` said, by layer, part and cut."""
     _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
     _stage_costs: dict[object, StageCost] = field(default_factory=dict)
+    _groupings: dict[object, Grouping] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
         """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
@@ -159,10 +174,10 @@ class CostModel:
         backward = op.layer.name in flowing
         rule = rule_for(op)
         key = (op.layer.name, tuple(part.items()), letters)
-        if key not in self._kernels:
+        if key not in self.kernels:
             seconds = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
-            self._kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
-        return self._kernels[key]
+            self.kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
+        return self.kernels[key]
 
     # One stage
 
@@ -184,8 +199,8 @@ class CostModel:
             sums += self.layer_sums(op, part, chosen, flowing)
             if before is not None and before[1] != chosen:
                 sums += self._within(before, (op, chosen), flowing)
-            for size, group, per_host in self.shards(op, part, chosen):
-                gradients += sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+            for size, group in self.shards(op, part, chosen):
+                gradients += self.gradient_sum(size, group)
                 update += size * self.speeds.update_per_byte
                 memory += size * (2 + self.optimizer_slots)
             memory += self.kept_bytes(op, part, flowing)
@@ -200,34 +215,53 @@ class CostModel:
         letters, parts = frozenset(letter for letter, _ in chosen.degrees), dict(chosen.degrees)
         seconds = 0.0
         for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
-            group = ranks_over(chosen, layer_sum.over)
+            group = self.grouping(chosen, layer_sum.over)
             passes = layer_sum.forward + (layer_sum.backward and op.layer.name in flowing)
-            seconds += passes * self.small_sum(layer_sum.elements * self.itemsize, group, chosen)
-        summed = {axis.letter for axis in rule.axes(op) if axis.summed}
-        if letters & summed:  # each part's box is divided among the parts that it is added up with
-            whole, shared = volume(rule.writes(op, part)), prod(parts[x] for x in letters & summed)
-            for level in self._crossed(ranks_over(chosen, "".join(letters & summed))):
-                passes = 1 + (op.layer.name in flowing)
-                seconds += passes * (level.meeting + whole * (shared - 1) / shared * self.itemsize / level.bandwidth)
+            size = layer_sum.elements * max(self.itemsize, SUMMED_BYTES)
+            phases = layer_sum_phases(size, group.shape, group.sharing, self.speeds.cluster)
+            seconds += passes * phase_seconds(phases, group.sharing, self.speeds.cluster)
+        summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
+        if summed:
+            passes = 1 + (op.layer.name in flowing)
+            seconds += passes * self._settling(volume(rule.writes(op, part)) * self.itemsize, chosen, summed)
         return seconds
 
-    def small_sum(self, size: float, group: Sequence[int], chosen: Cut) -> float:
-        """Seconds of a sum that the layer waits for."""
-        if len(group) == 2 and size <= PAIR_BYTES:
-            return sum(level.meeting + size / level.bandwidth for level in self._crossed(group))
-        per_host = max(1, chosen.parts // len(group))
-        waits = sum(level.wait for level in self._crossed(group))
-        return waits + sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+    def _settling(self, size: float, chosen: Cut, summed: str) -> float:
+        """Seconds in which partial results are added up: each rank's box is divided among its group."""
+        group, cluster = self.grouping(chosen, summed), self.speeds.cluster
+        seconds, near = 0.0, 1
+        for index, (level, joined) in enumerate(zip(cluster.levels, group.shape.counts, strict=True)):
+            crossing = (joined - 1) * near * size / group.shape.ranks
+            near *= joined
+            if is_card(cluster, index):
+                crossing *= min(unit_size(cluster, index), chosen.parts)
+            if crossing:
+                seconds = max(seconds, level.meeting + crossing / level.bandwidth)
+        return seconds + size * self.speeds.copy_per_byte
 
-    def _crossed(self, group: Sequence[int]) -> list[Level]:
-        cluster = self.speeds.cluster
-        if len(group) < 2 or not cluster.levels:
-            return []
-        index = max(cluster.level_of(group[0], other) or 0 for other in group[1:])
-        return [cluster.levels[index]]
+    def grouping(self, chosen: Cut, over: str) -> "Grouping":
+        """How parts that differ in the letters `over` only lie in the cluster: rank 0's group, which is like all."""
+        key = (chosen.degrees, "".join(sorted(over)))
+        if key not in self._groupings:
+            cluster = self.speeds.cluster
+            shape = shape_of(ranks_over(chosen, over), cluster)
+            kept = [letter for letter, _ in chosen.degrees if letter not in over]
+            sharing = []
+            for index, joined in enumerate(shape.counts):
+                behind = min(unit_size(cluster, index), chosen.parts)
+                seats = {tuple(number[letter] for letter in kept) for number in _seats(chosen, behind)}
+                sharing.append(len(seats) if joined > 1 else 1)
+            self._groupings[key] = Grouping(shape, tuple(sharing))
+        return self._groupings[key]
 
-    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, tuple[int, ...], int]]:
-        """(bytes of the first rank's shard, ranks that hold it, groups that sum at once) of every parameter."""
+    def gradient_sum(self, size: float, group: "Grouping") -> float:
+        """Seconds of the sum of a gradient; a small one is summed in a bucket with others, and pays its part of it."""
+        bucket = max(size, float(self.bucket_bytes))
+        phases = sum_phases(bucket, group.shape, group.sharing, self.speeds.cluster)
+        return phase_seconds(phases, group.sharing, self.speeds.cluster) * size / bucket if size else 0.0
+
+    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, "Grouping"]]:
+        """(bytes of the first rank's shard, the ranks that hold it) of every parameter."""
         rule = rule_for(op)
         shards = []
         needs = rule.needs(op, part)
@@ -240,10 +274,12 @@ class CostModel:
             if need is None:
                 continue
             alike = [letter for letter, _ in chosen.degrees if letter not in cutting(op, argument)]
-            group = ranks_over(chosen, "".join(alike))
+            group = self.grouping(chosen, "".join(alike))
             if rule is WHOLE:
-                group = tuple(range(self.ranks))
-            shards.append((float(volume(need.box) * self.itemsize), group, max(1, chosen.parts // len(group))))
+                group = Grouping(
+                    shape_of(range(self.ranks), self.speeds.cluster), (1,) * len(self.speeds.cluster.levels)
+                )
+            shards.append((float(volume(need.box) * self.itemsize), group))
         return shards
 
     def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
@@ -259,8 +295,7 @@ class CostModel:
         have = owned_boxes(before[0], [before[1]], self.ranks)
         argument = next(arg for arg, ref in after[0].layer.tensors if ref.name == before[0].layer.name)
         need = needed_boxes(after[0], argument, [after[1]], self.ranks)
-        once = float(transfer_seconds(have, need, self.itemsize, self.speeds.cluster)[0, 0])
-        return once * (1 + (before[0].layer.name in flowing))
+        return float(self._transfer(have, need, 1 + (before[0].layer.name in flowing))[0][0, 0])
 
     # Between stages
 
@@ -280,7 +315,7 @@ class CostModel:
                 for index, argument in places:
                     seconds, memory = self._transfer(have, self._needs(stages[index], argument), 1)
                     edges.append(Edge(value, None, (index,), seconds[0], memory[0]))
-        return [*edges, *self._boundary_edges(stages, flowing)] if self.ranks <= PLAYED_RANKS else edges
+        return [*edges, *self._boundary_edges(stages, flowing)]
 
     def _boundary_edges(self, stages: Sequence[Stage], flowing: frozenset[str]) -> list[Edge]:
         """What the first layer reads beyond the tile that its rank passes, and what the result's layout asks for."""
@@ -459,6 +494,18 @@ def cutting(op: Op, argument: str) -> frozenset[str]:
                     letters.add(axis.letter)
         known[argument] = frozenset(letters)
     return known[argument]
+
+
+def _seats(chosen: Cut, ranks: int) -> list[Mapping[str, int]]:
+    """For the first `ranks` ranks the number of their part along each letter."""
+    seats = []
+    for rank in range(ranks):
+        seat, stride = {}, chosen.parts
+        for letter, degree in chosen.degrees:
+            stride //= degree
+            seat[letter] = rank // stride % degree
+        seats.append(seat)
+    return seats
 
 
 def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
 from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
-from shoal.planning.costs import EXPOSED, PLAYED_RANKS, CostModel, CostTables
+from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.price import Price, price, table_price
+from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import NAMES
@@ -73,10 +73,8 @@ def find(
             for choice in _within(tables, sizes, exposed, memory, model):
                 optima.setdefault(choice, exposed)
     searched = time.perf_counter()
-    optimal_prices = {
-        choice: _price(model, tables, complete(tables.cuts(choice), model.graph), "auto") for choice in optima
-    }
-    fixed = () if pinned else fixed_prices(model, tables)
+    optimal_prices = {choice: price(model, complete(tables.cuts(choice), model.graph), "auto") for choice in optima}
+    fixed = () if pinned else fixed_prices(model)
     candidates = [*optimal_prices.values(), *fixed]
     fitting = [candidate for candidate in candidates if memory is None or candidate.peak <= memory]
     if not fitting:
@@ -102,10 +100,6 @@ def find(
     )
 
 
-def _price(model: CostModel, tables: CostTables, cuts: Mapping[str, Cut], name: str) -> Price:
-    return price(model, cuts, name) if model.ranks <= PLAYED_RANKS else table_price(model, tables, cuts, name)
-
-
 def _within(
     tables: CostTables, sizes: Sequence[int], exposed: float, memory: int, model: CostModel
 ) -> list[tuple[int, ...]]:
@@ -117,7 +111,7 @@ def _within(
         except PlanError:
             break
         choices.append(choice)
-        if _price(model, tables, complete(tables.cuts(choice), model.graph), "auto").peak <= memory:
+        if price(model, complete(tables.cuts(choice), model.graph), "auto").peak <= memory:
             break
     return choices
 
@@ -127,15 +121,11 @@ def _per_host(model: CostModel) -> int | None:
     return levels[0].size if len(levels) > 1 else None
 
 
-def fixed_prices(model: CostModel, tables: CostTables) -> tuple[Price, ...]:
-    """The fixed strategies under the same cost model; on many ranks, those whose cuts the tables have."""
+def fixed_prices(model: CostModel) -> tuple[Price, ...]:
+    """The fixed strategies under the same cost model."""
     hybrids = [f"{model.ranks // groups}x{groups}" for groups in range(2, model.ranks) if model.ranks % groups == 0]
-    prices = []
-    for name in [*NAMES, *hybrids] if model.ranks > 1 else ["data"]:
-        cuts = resolve(name, model.graph, model.ranks).cuts
-        if model.ranks <= PLAYED_RANKS or not tables.choice_of(cuts)[1]:
-            prices.append(_price(model, tables, cuts, name))
-    return tuple(prices)
+    names = [*NAMES, *hybrids] if model.ranks > 1 else ["data"]
+    return tuple(price(model, resolve(name, model.graph, model.ranks).cuts, name) for name in names)
 
 
 def complete(cuts: Mapping[str, Cut], graph: LayerGraph) -> dict[str, Cut]:

@@ -1,11 +1,11 @@
 """How long moves take on a cluster's links, for many pairs of cuts at once.
 
-A transfer takes, on every level of links it crosses, the latency once and then the bytes of the busiest rank, sent or
-received, whichever is more; where the ranks of a host share one link, the bytes of the busiest host. Backward moves the
-same bytes the other way, in the same time.
+A transfer takes, on each level of links that it crosses, the latency once and then the bytes of the busiest rank, sent
+or received, whichever is more; where the ranks of a host share one link, the bytes of the busiest host. Levels are
+other links and work at the same time, so that the slowest decides. Backward moves the same bytes the other way, in
+the same time. It is what the simulator has for a transfer that meets nothing else on its way.
 """
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -86,7 +86,7 @@ def _block(
         if level.shared and inner is not None:
             crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
         crossing = np.maximum(*crossings) * itemsize
-        seconds += np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0)
+        np.maximum(seconds, np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0), out=seconds)
         received_within, sent_within, inner = received, sent, level
     slowest: Floats = seconds.max(axis=2)
     return slowest
@@ -134,7 +134,8 @@ def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Fl
             if level.shared and index:
                 received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
             crossing = np.maximum(received, sent) * np.float32(itemsize)
-            taken += np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
+            busy = np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
+            np.maximum(taken, busy, out=taken)
             sent_before = sent_within
         seconds[part] = taken.max(axis=2)
     return seconds
@@ -241,19 +242,3 @@ def _read(starts: AnyFloats, stops: AnyFloats, first: Ints, last: Ints) -> AnyFl
     for low, high in zip(first.tolist(), last.tolist(), strict=True):
         total += np.maximum(np.minimum(stops, high) - np.maximum(starts, low), 0)
     return total
-
-
-def sum_seconds(size: float, group: Sequence[int], cluster: Cluster, *, groups_per_host: int = 1) -> float:
-    """Seconds that a ring takes to add up `size` bytes among the ranks `group`, which others do at the same time.
-
-    `groups_per_host`: how many such groups leave a host by its one link at once.
-    """
-    ranks = len(group)
-    if ranks < 2:
-        return 0.0
-    slowest = 0.0
-    for index, level in enumerate(cluster.levels):
-        inner = cluster.levels[index - 1].size if index else 1
-        if len({rank // level.size for rank in group}) < len({rank // inner for rank in group}):
-            slowest = max(slowest, level.sum_seconds(size * (groups_per_host if level.shared and index else 1), ranks))
-    return slowest
