@@ -171,6 +171,19 @@ class Cluster(_Frozen):
             levels[-1] = levels[-1].model_copy(update={"size": ranks})
         return Cluster(name=f"{self.name}, first {ranks}", device=self.device, levels=tuple(levels))
 
+    def resized(self, ranks: int) -> "Cluster":
+        """The cluster of `ranks` ranks like these: its first, or with more of its outermost links' groups."""
+        if ranks <= self.ranks:
+            return self.first(ranks)
+        if not self.levels:
+            raise InputError(
+                f"cluster {self.name!r} is one device; {ranks} were asked for.",
+                f"Describe the links between devices in a file of your own. {_WRITE_ONE}",
+            )
+        *inner, outermost = self.levels
+        levels = (*inner, outermost.model_copy(update={"size": ranks}))
+        return Cluster(name=f"{self.name}, as {ranks}", device=self.device, levels=levels)
+
     @classmethod
     def parse(cls, content: object, *, source: str = "") -> Self:
         """Check what a file holds; the first thing that is wrong is an `InputError` that names it and `source`."""

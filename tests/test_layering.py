@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "capturing": {"errors", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
-    "simulating": {"cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
+    "simulating": {"errors", "cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
     | {"simulating"},
     "transport": {"errors", "traffic"},

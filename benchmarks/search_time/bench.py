@@ -44,14 +44,6 @@ def graph_of(net: str, batch: int) -> LayerGraph:
     return capture(build(net).train(), torch.empty(8, *shape)).at_batch(batch)
 
 
-def larger(preset: str, ranks: int) -> Cluster:
-    """The same hosts, as many as it takes."""
-    cluster = Cluster.load(preset)
-    *inner, outermost = cluster.levels
-    levels = (*inner, outermost.model_copy(update={"size": ranks}))
-    return cluster.model_copy(update={"name": f"{preset}, {ranks} ranks", "levels": levels})
-
-
 def model_of(net: str, cluster: Cluster, batch: int) -> CostModel:
     return CostModel(graph_of(net, batch), cluster.ranks, Analytic(cluster), Boundary("tile", cluster.ranks))
 
@@ -133,9 +125,9 @@ def main() -> None:
     if "paper" in parts:
         paper()
     if "64" in parts:
-        print(row("inception_v3", larger("p100-4x4", 64), repeats=5)[0], "64 devices")
+        print(row("inception_v3", Cluster.load("p100-4x4").resized(64), repeats=5)[0], "64 devices")
     if "1024" in parts:
-        print(row("vgg16", larger("h100-8x32", 1024), repeats=1)[0], "1,024 devices")
+        print(row("vgg16", Cluster.load("h100-8x32").resized(1024), repeats=1)[0], "1,024 devices")
     if "vgg16" in parts:
         vgg16()
     print(f"torch {torch.__version__}, {platform.platform()}")

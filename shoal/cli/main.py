@@ -21,6 +21,7 @@ COMMANDS = {
     "export": ("shoal.cli.export:export", "Write a trained network as one file: safetensors, torch.export, ONNX."),
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
+    "simulate": ("shoal.cli.simulate:simulate", "Play a plan on any cluster: its step, its trace, what if."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
 

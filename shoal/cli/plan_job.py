@@ -72,7 +72,7 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     """The best plan by a data sheet or by timings. No process is started."""
     asked = config.workers if config.tells("workers") else None
     pins = parse_pins(config.pins)
-    speeds = _speeds(config.cluster, config.timings, asked)
+    speeds = load_speeds(config.cluster, config.timings, asked)
     captured = capture(config)
     ranks = speeds.cluster.ranks
     check_pins(pins, captured.graphs[True], ranks)
@@ -193,14 +193,15 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
     also = [layer.name for layer in captured.graphs[False].layers]
     plans_priced = []
     for plan in plans:
-        speeds = _speeds(config.cluster, config.timings, plan.ranks)
+        speeds = load_speeds(config.cluster, config.timings, plan.ranks)
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         cuts = resolve(plan, graph, plan.ranks, also).cuts
         plans_priced.append(Priced(graph, price(model, cuts, plan.name), model))
     return plans_priced
 
 
-def _speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:
+def load_speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:
+    """The data sheet of a cluster, all of it or its first ranks; or timings, which are for one number of ranks."""
     if timings is None:
         assert cluster is not None
         known = Cluster.load(cluster)
