@@ -77,8 +77,9 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     ranks = speeds.cluster.ranks
     check_pins(pins, captured.graphs[True], ranks)
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
-    search = find(model, pins=pins, memory=config.memory)
-    return captured, _report(model, search.plan, search, config.memory, pins)
+    memory = config.memory or (speeds.cluster.device.memory if isinstance(speeds, Analytic) else None)
+    search = find(model, pins=pins, memory=memory)
+    return captured, _report(model, search.plan, search, memory, pins)
 
 
 def measured(config: PlanConfig, progress: OnMeasured) -> tuple[Captured, Report]:

@@ -99,13 +99,15 @@ def find_plan(
 
     `example`, `loss` and `target` are as for `parallelize`.
 
+    `memory`: bytes that a rank may hold at most; the device's own unless given.
+
     A memory that no plan keeps to, a pin that matches no layer and an unknown cluster are an `InputError`.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     described = described.first(ranks or described.ranks)
     captured = capture_modes(model, example, loss, target)
     priced = cost_model(captured, Analytic(described), described.ranks, io=io, batch_norm=batch_norm)
-    return find(priced, pins=parse_pins(pins), memory=memory)
+    return find(priced, pins=parse_pins(pins), memory=memory or described.device.memory)
 
 
 def parse_pins(pins: Mapping[str, str | Cut] | None) -> dict[str, Cut]:

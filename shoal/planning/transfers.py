@@ -16,7 +16,7 @@ from shoal.planning.boxes import Boxes, Ints
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
-AnyFloats = TypeVar("AnyFloats", Floats, Singles)
+AnyFloats = TypeVar("AnyFloats", Floats, Singles, Ints)
 MANY_RANKS = 16
 """Beyond so many ranks transfers are priced a little more roughly."""
 MANY_SAMPLED = 16
@@ -47,6 +47,41 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
             have_starts[block], have_stops[block], need_starts, need_stops, need, volumes, seen, itemsize, cluster
         )
     return seconds
+
+
+def paired_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
+    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it."""
+    count, ranks = have.starts.shape[:2]
+    if have.everywhere or not cluster.levels:
+        return np.zeros(count)
+    seen, all_ranks = _seen(ranks, cluster, SAMPLED_RANKS), np.arange(ranks)
+    level_of = np.full((len(seen), ranks), -1)
+    for index in reversed(range(len(cluster.levels))):
+        size = cluster.levels[index].size
+        level_of[seen[:, None] // size == all_ranks[None] // size] = index
+    level_of[seen[:, None] == all_ranks[None]] = -1
+    crossed = [level_of == index for index in range(len(cluster.levels))]
+    seconds = np.zeros(count)
+    for number in range(count):
+        mine = have.starts[number], have.stops[number]
+        wanted = need.starts[number], need.stops[number]
+        received = _shared_rows(wanted[0][seen], wanted[1][seen], *mine)
+        sent = _shared_rows(mine[0][seen], mine[1][seen], *wanted)
+        for index, level in enumerate(cluster.levels):
+            for elements in (received, sent):
+                amounts = np.where(crossed[index], elements, 0).sum(axis=1)
+                if level.shared and index:
+                    amounts = _of_hosts(amounts[None, None], seen // cluster.levels[index - 1].size)
+                if busiest := int(amounts.max()):
+                    seconds[number] = max(seconds[number], level.meeting + busiest * itemsize / level.bandwidth)
+    return seconds
+
+
+def _shared_rows(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> Ints:
+    """(boxes, other boxes): elements that both have."""
+    rows = np.minimum(stops[:, None], other_stops[None]) - np.maximum(starts[:, None], other_starts[None])
+    elements: Ints = np.maximum(rows, 0).prod(axis=2)
+    return elements
 
 
 def _block(

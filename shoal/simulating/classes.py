@@ -7,6 +7,7 @@ the classes of those that they meet in moves, in sums and behind a card. What re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.simulating.flows import Bools, Ints
 
@@ -51,7 +52,7 @@ def _finer(colours: Ints, feature: Ints) -> Ints:
     return finer
 
 
-def _numbered(rows: np.ndarray) -> Ints:  # type: ignore[type-arg]
+def _numbered(rows: NDArray[np.float32]) -> Ints:
     """Equal rows have equal numbers."""
     _, numbers = np.unique(np.ascontiguousarray(rows), axis=0, return_inverse=True)
     distinct: Ints = numbers.reshape(-1).astype(np.int64)

@@ -98,7 +98,7 @@ class Durations:
 
     def arriving(self, work: Moved) -> Floats:
         """By rank, bytes that are put together."""
-        elements: Floats = self.flows(work).arriving * float(work.itemsize)
+        elements: Floats = (self.flows(work).arriving * work.itemsize).astype(np.float64)
         return elements
 
     def move_seconds(self, work: Moved) -> float:

@@ -98,7 +98,7 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
                 features[id(flows.arriving)] = flows.arriving
                 for number, amounts in enumerate((*flows.received, *flows.sent)):
                     features[hash((id(flows), number))] = amounts
-                if task.kind == "move" and (id(have), id(task.work.need)) not in meetings:
+                if task.kind == "move" and not task.work.back:
                     meetings[hash((id(have), id(task.work.need)))] = flows.sources
             case Summed(groups=groups, bytes=sizes):
                 if groups not in groupings:
@@ -183,7 +183,9 @@ class _Player:
         """By class: the number of its kind of host, and how many ranks of each class are there."""
         if not is_card(self.cluster, index):
             return []
-        unit, kinds, units = unit_size(self.cluster, index), {}, []
+        unit = unit_size(self.cluster, index)
+        kinds: dict[tuple[tuple[int, int], ...], int] = {}
+        units: list[tuple[int, Mapping[int, int]]] = []
         for rank in self.first.tolist():
             first = rank // unit * unit
             there = Counter(self.classes[first : first + unit].tolist())
@@ -196,8 +198,8 @@ class _Player:
         assert isinstance(task.work, Moved)
         sources = self.durations.flows(task.work).sources
         return (
-            [np.unique(self.classes[sources[rank]]).tolist() for rank in self.first],
-            [np.unique(self.classes[sources[:, rank]]).tolist() for rank in self.first],
+            [sorted(set(self.classes[sources[rank]].tolist())) for rank in self.first],
+            [sorted(set(self.classes[sources[:, rank]].tolist())) for rank in self.first],
         )
 
     def _groups(self, task: Task) -> list["_Group | None"]:

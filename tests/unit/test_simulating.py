@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import isnan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Level
 from shoal.lowering.tasks import Bytes, Moved, StepOptions, Summed, Task, Tasks
-from shoal.partition import Span
+from shoal.partition import Box, Span
 from shoal.planning.costs import CostModel
 from shoal.planning.price import price, tasks_of
 from shoal.planning.resolve import resolve
@@ -31,8 +32,8 @@ from tests.unit.test_transfers import DEVICE, cluster_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def level(size: int, **fields: object) -> Level:
-    given: dict[str, object] = {"bandwidth": 1e6, "latency": 0.0, **fields}
+def level(size: int, **fields: Any) -> Level:
+    given: dict[str, Any] = {"bandwidth": 1e6, "latency": 0.0, **fields}
     return Level(name=f"of {size}", size=size, source="made up", **given)
 
 
@@ -68,7 +69,8 @@ def sum_of(size: int, *groups: tuple[int, ...], waits: bool = False) -> Task:
 
 
 def sending(ranks: int, size: int, src: int, dst: int) -> Task:
-    have, need = [None] * ranks, [None] * ranks
+    have: list[Box | None] = [None] * ranks
+    need: list[Box | None] = [None] * ranks
     have[src], need[dst] = (Span(0, size),), (Span(0, size),)
     return Task("move", "", (src, dst), Moved(tuple(have), tuple(need), False, 1))
 
@@ -114,7 +116,8 @@ def test_groups_of_a_host_share_its_card() -> None:
 
 
 def test_two_flows_take_half_of_a_link_each() -> None:
-    agenda, ends = Agenda(), []
+    agenda = Agenda()
+    ends: list[float] = []
     links = Links(agenda)
     links.carry("link", 1.0, 1, ends.append)
     agenda.note(0.5, lambda _: links.carry("link", 1.0, 1, ends.append))
@@ -247,7 +250,8 @@ def test_a_price_does_not_rise_with_the_bandwidth(plan: str, factor: float) -> N
 def test_the_tables_are_the_simulator_where_nothing_overlaps(plan: str, cluster: Cluster) -> None:
     """Every task of the network waited for at once, each gradient a bucket of its own, and no labels sent around."""
     known = model_of("chain", 4)
-    model = CostModel(known.graph, 4, Simple(cluster), known.boundary, bucket_bytes=1, losses=known.losses)
+    speeds = Simple(cluster, copy_per_byte=0.0)
+    model = CostModel(known.graph, 4, speeds, known.boundary, bucket_bytes=1, losses=known.losses)
     tables = model.tables(stages_of(model.graph, 4))
     cuts = resolve(plan, model.graph, 4).cuts
     choice, foreign = tables.choice_of(cuts)
