@@ -367,17 +367,15 @@ class _GradientSums:
 
 def _buckets_of_all(program: Program, options: StepOptions, trainable: Sequence[str]) -> Iterator[Bucket]:
     """The buckets that ranks fill, each once; ranks that hold the same shards as one before fill the same."""
-    holders = {name: sharers(program.states[name]) for name in trainable}
+    held: list[list[tuple[str, tuple[int, ...], str, int]]] = [[] for _ in range(program.ranks)]
+    for name in trainable:
+        for box, group in sharers(program.states[name]).items():
+            size = volume(box) * options.itemsize[name]
+            for rank in group:
+                held[rank].append((name, group, program.graph.states[name].dtype, size))
     seen = set()
-    for rank in range(program.ranks):
-        shards = []
-        for name in trainable:
-            box = program.states[name][rank]
-            if box is not None:
-                group = holders[name][box]
-                shards.append((name, group, program.graph.states[name].dtype, volume(box) * options.itemsize[name]))
+    for shards in held:
         alike = tuple((name, group[0], len(group)) for name, group, _, _ in shards)
-        if alike in seen:
-            continue
-        seen.add(alike)
-        yield from fill_buckets(shards, options.bucket_bytes)
+        if alike not in seen:
+            seen.add(alike)
+            yield from fill_buckets(shards, options.bucket_bytes)

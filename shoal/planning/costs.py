@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
+from shoal.lowering.placement import signature
 from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.cost_tables import Factor
-from shoal.planning.stages import Stage, signature
+from shoal.planning.stages import Stage
 from shoal.planning.step_memory import kept_values
 from shoal.planning.transfers import Floats, paired_seconds, transfer_seconds
 from shoal.simulating.collectives import (
@@ -288,8 +289,8 @@ class CostModel:
             group = self.grouping(chosen, over)
             phases = layer_sum_phases(size, group.shape, group.sharing, self.speeds.cluster)
             seconds += passes * phase_seconds(phases, group.sharing, self.speeds.cluster)
-        passes, size, summed = part.settled
-        return seconds + (passes * self._settling(size, chosen, summed) if passes else 0.0)
+        times, partial, summed = part.settled
+        return seconds + (times * self._settling(partial, chosen, summed) if times else 0.0)
 
     def _least_sums(self, part: "PartWork", chosen: Cut) -> float:
         """Seconds of sums within a layer that rank 0 waits for, its group alone on the links."""

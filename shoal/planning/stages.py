@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from shoal.graph import LayerGraph, State, Value
-from shoal.lowering.placement import depends_on_input, most_parts, op_of
+from shoal.graph import LayerGraph, Value
+from shoal.lowering.placement import depends_on_input, most_parts, op_of, signature
 from shoal.operators.base import Axis, Op, Rule
 from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import DIMS, Cut
@@ -162,18 +162,5 @@ def round_number(ranks: int) -> int:
     return 1
 
 
-def signature(op: Op) -> str:
-    """The same text for layers whose parts are the same under the same cuts."""
-    if "signature" not in op.worked_out:
-        plain = [(name, value) for name, value in op.layer.arguments.items() if not _has_tensor(value)]
-        op.worked_out["signature"] = repr((op.layer.op, op.layer.result, op.out, sorted(op.shapes.items()), plain))
-    text: str = op.worked_out["signature"]
-    return text
-
-
 def _signature(op: Op, cuts: Sequence[Cut]) -> str:
     return f"{signature(op)} {[str(cut) for cut in cuts]}"
-
-
-def _has_tensor(value: object) -> bool:
-    return isinstance(value, Value | State) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
