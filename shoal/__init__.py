@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shoal import data, errors, zoo
     from shoal.capturing import capture
     from shoal.cluster import Cluster
+    from shoal.comparing import compare
+    from shoal.comparison import Comparison
     from shoal.config import TrainConfig
     from shoal.exchanging import compression
     from shoal.execution import (
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from shoal.replicas.own_loop import exchange
     from shoal.result import RunResult
     from shoal.running import resume, train
+    from shoal.timeline import Trace
     from shoal.timings import Timings
+    from shoal.tracing.own_loop import trace
     from shoal.training import Listener
     from shoal.using import Trained, load
     from shoal.verdict import Verdict
@@ -57,6 +61,8 @@ __all__ = [
     "resume",
     "Listener",
     "RunResult",
+    "compare",
+    "Comparison",
     "load",
     "Trained",
     "Plan",
@@ -65,6 +71,8 @@ __all__ = [
     "simulate",
     "Cluster",
     "Timings",
+    "trace",
+    "Trace",
     "zoo",
     "data",
     "errors",
@@ -88,6 +96,8 @@ _HOME = {
     "resume": "shoal.running",
     "Listener": "shoal.training",
     "RunResult": "shoal.result",
+    "compare": "shoal.comparing",
+    "Comparison": "shoal.comparison",
     "load": "shoal.using",
     "Trained": "shoal.using",
     "Plan": "shoal.plan",
@@ -96,6 +106,8 @@ _HOME = {
     "simulate": "shoal.finding",
     "Cluster": "shoal.cluster",
     "Timings": "shoal.timings",
+    "trace": "shoal.tracing.own_loop",
+    "Trace": "shoal.timeline",
 }
 _SUBMODULES = ("zoo", "data", "errors")
 

@@ -26,7 +26,8 @@ class Cell(BaseModel):
     strategy: str
     """What people call it, the same for all its seeds: `owt`, `data + downpour`, `ddp`."""
     settings: dict[str, Any]
-    """Of the run, as a recipe's keys."""
+    """Of the run, as a recipe's keys; its seed among them. The plan `auto` stands for the one that was found before
+    the first run, in `plans/` beside the file."""
     folder: str
     """The run's folder, relative to the comparison's."""
     state: CellState = "waiting"
@@ -42,13 +43,19 @@ class Comparison(BaseModel):
     schema_: Literal["shoal.comparison/1"] = Field(default="shoal.comparison/1", alias="schema")
     command: str
     """What to type to repeat it."""
+    request: dict[str, Any] = Field(default_factory=dict)
+    """What it was asked: the settings of the comparison, those of every run, and the recipes' own."""
+    baseline: str | None = None
+    """The strategy on one worker, beside which speedup and efficiency stand; None where there is none."""
     target: float | None = None
     """The test accuracy whose time is compared; None: the largest that all strategies reach."""
     cells: tuple[Cell, ...]
     step_seconds: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """By strategy: seconds of a step in each round, all strategies in turns in every round."""
-    rates: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """By strategy, where a rate was searched: accuracy by rate."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """By strategy: why its steps were not timed in turns with the others'."""
+    rates: dict[str, dict[str, float | None]] = Field(default_factory=dict)
+    """By strategy, where a rate was searched: accuracy by rate; None where the loss did not stay finite."""
 
     def save(self, folder: Path) -> None:
         """Write it into the comparison's folder; it appears whole or not at all."""

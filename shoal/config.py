@@ -21,6 +21,8 @@ from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimiz
 from shoal.units import parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
+TORCH_STRATEGIES = ("ddp", "fsdp2", "post-local-sgd")
+"""Strategies of torch's own, which have the place of a plan over all workers."""
 
 
 def _split_sizes(value: object) -> object:
@@ -54,6 +56,37 @@ def _count(value: object) -> object:
     """`auto` is one worker per core of this machine."""
     return cores() if value == "auto" else value
 
+
+def _split_names(value: Any) -> Any:
+    """`"data,owt"` from a command line, also given in parts, is the list `[data, owt]` of a script."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, tuple | list):
+        return tuple(part for given in value for part in (_split_names(given) if isinstance(given, str) else (given,)))
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+
+
+def _trace(value: object) -> object:
+    """`10`, `20-30` or `20:30` as text; in a recipe also a number, or whether to record at all."""
+    if value is None or value is False:
+        return None
+    text = TRACED if value is True else str(value).replace(":", "-")
+    first, to, last = text.partition("-")
+    fits = first.isdecimal() and int(first) > 0 and (not to or (last.isdecimal() and int(last) >= int(first)))
+    if not fits or (int(last) - int(first) + 1 if to else int(first)) > MOST_TRACED:
+        raise ValueError(f"a number of steps such as 10, or from-to such as 20-30, at most {MOST_TRACED} of them")
+    return text
+
+
+TRACED = "10"
+"""Steps that are recorded unless told otherwise."""
+MOST_TRACED = 1000
+"""Steps that may be recorded: a file of more is hard to open."""
+WARM_UP = 5
+"""Steps before those that are recorded, where only their number is told: the first ones are not like the others."""
 
 Workers = Annotated[
     int,
@@ -146,6 +179,11 @@ class TrainConfig(Settings):
     """A data set's name, folder:PATH, pairs:PATH, windows:PATH, npz:PATH, synthetic; default takes the first found."""
     batch: int = Field(default=64, gt=0)
     """Samples per step, over all workers together."""
+    plan: str = Field(
+        default="data",
+        description="How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is "
+        f"searched; {', '.join(TORCH_STRATEGIES)}: torch's own.",
+    )
     augment: str = ""
     """Random changes to training samples, such as flip,shift:4,crop:256."""
 
@@ -215,6 +253,14 @@ class TrainConfig(Settings):
     """Epochs from one checkpoint to the next; the end and Ctrl-C always leave one."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has as TensorBoard's events too, into OUT/tensorboard; needs that package."""
+    trace: Annotated[str | None, BeforeValidator(_trace)] = Field(
+        default=None,
+        description="Record what every worker does in some steps, as trace.json: so many after the first few, "
+        f"{TRACED} unless told, or from-to such as 20-30. See docs/trace.md.",
+        json_schema_extra={"metavar": "[STEPS]", "alone": TRACED},
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -232,6 +278,8 @@ class TrainConfig(Settings):
         if not self.tells("workers"):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
+        if self.plan in TORCH_STRATEGIES:
+            self._check_torch_strategy()
         return self
 
     def optimizer_settings(self) -> OptimizerOptions:
@@ -270,7 +318,8 @@ class TrainConfig(Settings):
         if options is not None and self.replicas == 1:
             told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
         if not self.tells("batch") and self.batch != usual:
-            told.append(f"--batch {self.batch}, which {self.replicas} replicas can share equally, instead of {usual}.")
+            who = f"{self.replicas} replicas" if self.replicas > 1 else f"{self.workers} workers"
+            told.append(f"--batch {self.batch}, which {who} can share equally, instead of {usual}.")
         return told
 
     def _check_replicas(self) -> None:
@@ -301,6 +350,39 @@ class TrainConfig(Settings):
         if not isinstance(factor, int | float) or factor < 1:
             raise ConfigError(f"slow: factor = {factor!r} is not at least 1.", "Give such as factor=3.")
 
+    def _check_torch_strategy(self) -> None:
+        """What torch's own strategies do not do."""
+        if self.exchange is not None or self.replicas > 1:
+            raise ConfigError(
+                f"plan = {self.plan!r} is a strategy of torch's own over all workers, without replicas and exchange.",
+                "Leave --replicas and --exchange out, or choose a plan of Shoal's, such as data.",
+            )
+        if self.tells("batch_norm") and self.batch_norm == "exact":
+            raise ConfigError(
+                f"batch_norm = 'exact' is not what {self.plan} does: each worker takes the statistics of its samples.",
+                "Leave --batch-norm out, or choose the plan data.",
+            )
+        self._share_batch(self.workers)
+        self.check_equal_shares()
+        refused = {"recompute": self.recompute}
+        if self.plan != "ddp":
+            refused["ema"], refused["amp"] = self.ema is not None, self.amp == "fp16"
+            refused["bucket_bytes"] = self.bucket_bytes is not None
+        for name, asked in refused.items():
+            if asked:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r} does not go with {self.plan}.",
+                    f"Leave --{name.replace('_', '-')} out, or choose the plan data.",
+                )
+
+    def check_equal_shares(self) -> None:
+        """A `ConfigError` where workers would have unequal shares, of which torch takes the plain mean."""
+        if self.batch % self.workers:
+            raise ConfigError(
+                f"batch = {self.batch} is not divided evenly by the {self.workers} workers of {self.plan}.",
+                "Give a --batch that is a multiple of --workers: torch takes the plain mean of the workers' gradients.",
+            )
+
     def _check_steps(self, options: ExchangeOptions) -> None:
         """What is done around a step, where replicas exchange in its place."""
         if self.ema is not None and not options.averages_every_step:
@@ -317,13 +399,17 @@ class TrainConfig(Settings):
     def _check_batch(self, options: ExchangeOptions) -> None:
         options.check_replicas(self.replicas)
         parts = options.parts_of_batch(self.replicas)
-        if not self.tells("batch"):
-            self.__dict__["batch"] = max(1, round(self.batch / parts)) * parts
+        self._share_batch(parts)
         if self.batch % parts:
             raise ConfigError(
                 f"batch = {self.batch} is not divided evenly by {parts} replicas.",
                 "Give a --batch that is a multiple of them: each replica takes an equal share.",
             )
+
+    def _share_batch(self, parts: int) -> None:
+        """A batch that nobody gave is one that so many can share equally."""
+        if not self.tells("batch"):
+            self.__dict__["batch"] = max(1, round(self.batch / parts)) * parts
 
     def exchange_settings(self) -> ExchangeOptions | None:
         """The exchange between replicas; None for one replica without any."""
@@ -347,6 +433,17 @@ class TrainConfig(Settings):
         """Samples of one optimizer step, over all workers together."""
         return self.batch * self.accumulate
 
+    def traced_steps(self, done: int, total: int) -> range:
+        """The steps that are recorded, counted from 1, of a run that has `total` and goes on after `done`."""
+        if self.trace is None:
+            return range(0)
+        first, to, last = self.trace.partition("-")
+        if to:
+            return range(int(first), int(last) + 1)
+        count = min(int(first), total - done)
+        begin = done + min(WARM_UP, total - done - count) + 1
+        return range(begin, begin + count)
+
     def to_yaml(self) -> str:
         """All fields, as a recipe that reads back to an equal value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -368,6 +465,43 @@ class VerifyConfig(Settings):
     """Precision of both sides; float64 leaves a plan no rounding to hide behind."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest relative difference that passes; 1e-9 in float64 and 1e-3 in float32 unless given."""
+
+
+class CompareConfig(Checked):
+    """One comparison of strategies. What every run of it has in common are settings of `TrainConfig`."""
+
+    described_as = "a comparison"
+
+    plans: Names = Field(
+        default=(),
+        description="Plans with commas between, as in `shoal train --plan`; "
+        f"{', '.join(TORCH_STRATEGIES)}: torch's own, over all workers. data,auto,ddp unless given.",
+    )
+    exchanges: Names = Field(
+        default=(),
+        description="Exchanges with commas between: every plan with each of them, between replicas; none: over all "
+        "workers.",
+    )
+    workers: Annotated[int, BeforeValidator(_count), Field(gt=0)] | None = None
+    """Ranks of every run; auto is one per core. 2 unless given, or 4 for several plans with exchanges."""
+    replicas: int | None = Field(default=None, gt=1)
+    """Replicas of every run with an exchange; of one worker each for one plan, of two for several, unless given."""
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValidator(_split_names)] = Field(
+        default=(0,), min_length=1
+    )
+    """Seeds with commas between, such as 0,1,2: a run of each strategy for each."""
+    baseline: bool = True
+    """Also run one worker, beside which speedup and efficiency stand."""
+    target: float | None = Field(default=None, gt=0, lt=1)
+    """Test accuracy whose time is compared; the largest that all strategies reach unless given."""
+    rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_names)] = ()
+    """Learning rates with commas between: each strategy takes its best, by a short run with each."""
+    rate_epochs: int = Field(default=1, gt=0)
+    """Epochs of each such run, on a seed that is not compared."""
+    rounds: int = Field(default=10, ge=0)
+    """After the runs, steps of all strategies are timed in turns, in so many rounds; 0: not at all."""
+    out: Path | None = None
+    """Folder of the comparison, with a folder for every run; a new one under runs/ unless given."""
 
 
 class EvaluateConfig(Checked):

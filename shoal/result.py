@@ -15,8 +15,9 @@ class BytesPerStep(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     predicted: int | None
-    """None where it depends on the values that are sent."""
-    counted: int
+    """None where it depends on the values that are sent, and with strategies of torch's own."""
+    counted: int | None
+    """None with strategies of torch's own, which send through groups of theirs where nobody counts."""
 
 
 class Staleness(BaseModel):
@@ -122,6 +123,8 @@ class RunResult(BaseModel):
     confusion: list[list[int]] | None = None
     """Of the last test: how often a class (row) was taken for another (column). Null with more than 100 classes."""
     step_seconds_median: float
+    step_seconds_predicted: float | None = None
+    """What the cost model said of the plan, where this network was profiled on this machine: `--plan auto` does."""
     samples_per_second: float
     """Training samples per second of training time, data loading included, tests excluded."""
     bytes_per_step: BytesPerStep
@@ -165,6 +168,8 @@ class EvaluateResult(BaseModel):
     device: str
     loss: float
     """Mean cross entropy, whatever loss the network was trained with."""
+    own_loss: str | None = None
+    """The loss of one's own that the run was trained with, whose name alone its folder holds. Null: cross entropy."""
     accuracy: float
     """Share of samples (of pixels, for segmentation) whose class is right."""
     iou: float | None

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import shoal
+from scripts.documented_commands import PAGES, Printed, printed, unknown, wrong
+from scripts.documented_table import TABLE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,3 +76,40 @@ def test_the_table_is_what_the_command_prints(page: str) -> None:
         for text in (shown[2], done.stdout)
     ]
     assert without_times[0] == without_times[1]
+
+
+def test_every_command_on_the_pages_is_known_and_its_options_exist() -> None:
+    """Those that can be run are run by `python -m scripts.documented_commands --run`."""
+    commands = [command for page in PAGES for command in printed(page)]
+    assert len(commands) > 150
+    assert unknown(commands) == [], "say in scripts/documented_table.py what is done with it"
+    reasons = {command.where: wrong(command.text) for command in commands}
+    assert {where: why for where, why in reasons.items() if why is not None} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("shoal train --epoch 3", "No such option"),
+        ("shoal train --epochs none", "epochs = 'none'"),
+        ("torchrun --nproc-per-node 2 -m shoal train --exchanges gossip", "No such option"),
+        ("shoal plan shown plan.json", "No such command"),
+        ("shoal teach", "there is no command teach"),
+        ("shoal predict runs/mine new --topp 3", "No such option"),
+        ("python -m benchmarks.nothing", "there is no module benchmarks.nothing"),
+        ("python examples/nothing.py one", "there is no file examples/nothing.py"),
+        ("make tests", "no target tests"),
+        ("pip install '.[keras]'", "there is no extra keras"),
+    ],
+)
+def test_a_command_that_cannot_work_is_found(text: str, why: str) -> None:
+    assert why in (wrong(text) or "")
+
+
+def test_a_command_that_nobody_has_decided_about_is_found() -> None:
+    every = [Printed("docs/new.md", 1, text) for text in TABLE]
+    assert unknown(every) == []
+    assert unknown([*every, Printed("docs/new.md", 3, "shoal train --seed 7")]) == [
+        "docs/new.md:3: not in the table: shoal train --seed 7"
+    ]
+    assert unknown(every[1:]) == [f"in the table, on no page: {every[0].text}"]

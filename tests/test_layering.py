@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference", "optimizers", "timeline", "comparison"),
+    *("exchanges", "inference", "optimizers", "timeline", "diary", "comparison", "outline"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -33,33 +33,42 @@ ALLOWED: dict[str, set[str]] = {
     "timings": {"errors", "files", "cluster"},
     "traffic": set(),
     "timeline": {"errors", "files"},
+    "diary": {"timeline"},
     "comparison": {"errors", "files"},
+    "outline": {"errors", "files", "partition"},
     "operators": {"graph", "partition"},
     "capturing": {"errors", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "simulating": {"errors", "cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
-    | {"simulating"},
-    "transport": {"errors", "traffic"},
+    | {"outline", "traffic", "timeline", "simulating"},
+    "transport": {"errors", "traffic", "timeline", "diary"},
+    "tracing": {"errors", "files", "timeline", "diary", "transport"},
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "simulating", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "simulating", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
-    "exchanging": {"errors", "exchanges", "traffic", "transport"},
+    "exchanging": {"errors", "exchanges", "traffic", "timeline", "diary", "transport"},
     "training": NOUNS
     | {"zoo", "data", "launching", "lowering", "planning", "transport", "execution", "profiling", "finding"}
-    | {"exchanging"},
-    "replicas": NOUNS | {"data", "launching", "planning", "transport", "execution", "exchanging", "training"},
+    | {"exchanging", "tracing"},
+    "replicas": NOUNS
+    | {"tracing", "data", "launching", "planning", "transport", "execution", "exchanging", "training"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
+    "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
     "verifying": NOUNS | {"operators", "lowering", "planning", "transport", "execution", "zoo", "data", "launching"},
     "using": NOUNS | {"zoo", "data", "launching", "planning", "transport", "training"},
+    "reporting": {
+        *("_version", "errors", "units", "files", "partition"),
+        *("result", "timeline", "comparison", "outline"),
+    },
     "cli": NOUNS
     | {"zoo", "data", "launching", "simulating", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "verifying", "using"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS

@@ -6,20 +6,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.cli.evaluate import show
+from shoal.config import EvaluateConfig
 from shoal.data import BatchOrder
 from shoal.errors import CheckpointError, ConfigError, DataError, InputError, ModelError
 from shoal.training.learning_rate import rate_at
+from shoal.using.testing import start
 
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 
@@ -134,6 +139,37 @@ def test_replicas_take_a_module_with_its_weights(tmp_path: Path) -> None:
     assert result.final_loss == pytest.approx(wanted.final_loss, rel=0.2)  # each replica normalises its own half
 
 
+THEMSELVES = {"dasgd", "easgd", "admm", "gossip", "local"}
+"""Exchanges whose replicas step by the optimizer that they were given."""
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "gossip",
+        "downpour",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("sync", "backup", "dasgd", "softsync", "hogwild", "easgd", "admm", "local")
+        ),
+    ],
+)
+def test_other_exchanges_take_objects_too_or_say_what_they_cannot_do(exchange: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"batch": 8, "epochs": 1, "loss": weighted, "exchange": exchange, "replicas": 2}
+    result = shoal.train(**job(tmp_path / "run", **own, optimizer=plain_sgd))
+    assert (result.replicas, result.exchange, result.samples) == (2, exchange, 48)
+    given = {name: value for name, value in job(tmp_path).items() if name in ("model", "data", "loss")}
+    again = shoal.resume(tmp_path / "run", {"epochs": 2}, **given, optimizer=plain_sgd)
+    assert again.samples == 96
+    if exchange not in THEMSELVES:
+        with pytest.raises(ConfigError, match="servers step in the place of the optimizer, as SGD"):
+            shoal.train(**job(tmp_path / "refused", **own, optimizer=one_rate))
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
 def test_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     steady = {"schedule": "constant"}
     shoal.train(**job(tmp_path / "whole", **steady))
@@ -151,6 +187,22 @@ def test_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert "Go on from Python with the same objects: shoal.resume(" in run.stderr.replace("\n", " ")
+
+
+def test_a_later_test_says_that_its_loss_is_not_the_runs_own(tmp_path: Path) -> None:
+    def doubled(scores: Tensor, target: Tensor) -> Tensor:
+        return 2 * F.cross_entropy(scores, target)
+
+    common: dict[str, Any] = {"model": "lenet5", "data": "synthetic:32", "input": (1, 28, 28), "batch": 16, "epochs": 1}
+    result = shoal.train(**common, loss=doubled, out=tmp_path / "own")
+    tested = start(tmp_path / "own", EvaluateConfig())
+    assert tested.own_loss is not None
+    assert tested.own_loss.endswith("doubled")
+    assert tested.loss == pytest.approx(result.test_loss / 2)
+    show(tested, Console(file=(printed := StringIO()), width=80))
+    assert "trained with another loss" in printed.getvalue()
+    shoal.train(**common, out=tmp_path / "usual")
+    assert start(tmp_path / "usual", EvaluateConfig()).own_loss is None
 
 
 def test_names_and_settings_may_be_keywords(tmp_path: Path) -> None:

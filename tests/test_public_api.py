@@ -23,6 +23,8 @@ PUBLIC = [
         "resume",
         "Listener",
         "RunResult",
+        "compare",
+        "Comparison",
         "load",
         "Trained",
         "Plan",
@@ -31,6 +33,8 @@ PUBLIC = [
         "simulate",
         "Cluster",
         "Timings",
+        "trace",
+        "Trace",
     ),
     *("zoo", "data", "errors"),
 ]
@@ -74,8 +78,10 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.simulate",
         "import shoal.cli.profile",
         "import shoal.cli.evaluate",
+        "import shoal.cli.compare",
         "import shoal.cli.predict",
         "import shoal.cli.export",
+        "import shoal.cli.trace",
     ],
 )
 def test_import_is_light(statement: str) -> None:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-POLL_SECONDS = 0.002
-
 
 class Trained:
     """A network, its optimizer, and its gradients on one batch."""
@@ -35,13 +33,6 @@ class Trained:
             step()
 
 
-def wait_until_sent(exchange: Any) -> None:
-    """Until what `gossip` sends beside the training has arrived, so that it is in its own turn and in no other."""
-    outbox = getattr(exchange._exchange, "_outbox", None)
-    while outbox is not None and outbox.busy:
-        time.sleep(POLL_SECONDS)
-
-
 def turn_of(work: Callable[[], object], exchange: Any) -> Callable[[], None]:
     """A turn of an exchange: the work, until nothing of it is on its way.
 
@@ -51,7 +42,7 @@ def turn_of(work: Callable[[], object], exchange: Any) -> Callable[[], None]:
 
     def turn() -> None:
         work()
-        wait_until_sent(exchange)
+        exchange.wait_until_sent()
         if next(first, False):
             exchange.take_tally()
 

@@ -6,12 +6,13 @@ copy of itself: what remains of noise.
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
+
+from shoal.comparing import turns
+from shoal.transport import Transport
 
 Step = Callable[[], object]
 
@@ -41,18 +42,9 @@ class Measured:
 
 def take_turns(sides: Mapping[str, Step], *, rounds: int, warm_up: int = 2) -> Measured:
     """Time one step of every side per round, the order turning from round to round. A collective of all ranks."""
-    names = list(sides)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-warm_up, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            dist.barrier()
-            start = time.perf_counter()
-            sides[name]()
-            taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            if number >= 0:
-                dist.all_reduce(taken, dist.ReduceOp.MAX)
-                seconds[name].append(taken.item())
-        if dist.get_rank() == 0 and sys.stderr.isatty():
-            print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr)
-    return Measured(seconds)
+    return Measured(turns.take_turns(sides, Transport(), rounds=rounds, warm_up=warm_up, progress=_show))
+
+
+def _show(done: int, turns: int, _: str) -> None:
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        print(f"\rturn {done} of {turns}", end="", file=sys.stderr)

@@ -10,8 +10,8 @@ dasgd: ablation, cold start. periods: clients x n_sync, cold and warm (Paine). m
 servers (Campos). untold: every exchange with the rates that one gets without asking for any, and its goal.
 
 Every row is first tuned, unless one rate is given or the rates are untold: short runs over a grid of learning rates
-on a seed that is not reported, the best of which is then run on the seeds. All runs go through the command line; what
-is printed comes from their result.json and metrics.jsonl.
+on a seed that is not reported, the best of which is then run on the seeds. Each run is a comparison of one cell
+(`shoal.compare`); what is printed comes from its result.json and metrics.jsonl.
 
 `--keep FILE` adds a line per finished run, and does not run again what has one: a study goes on where it was stopped.
 `--table FILE` in its place, with the other options the same, starts nothing and prints what is there.

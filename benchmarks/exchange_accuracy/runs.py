@@ -1,8 +1,6 @@
-"""Runs of `shoal train`, and a file that remembers those that are done, one line each."""
+"""Runs of `shoal.compare`, and a file that remembers those that are done, one line each."""
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,7 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import shoal
 from benchmarks.exchange_accuracy.studies import Row
+from shoal.reporting.records import RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Outcome:
     accuracy: float | None = None
     samples_per_second: float = 0.0
     tests: Sequence[tuple[float, float]] = ()
-    """Seconds since the start, and the accuracy then."""
+    """Seconds of training, tests excluded, and the accuracy then."""
     staleness_mean: float | None = None
     staleness_max: int = 0
     steps: int = 0
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class RunFailedError(Exception):
-    """`shoal train` ended with an error that is not a loss which is no number."""
+    """A run ended with an error that is not a loss which is no number."""
 
 
 class Runs:
@@ -80,15 +80,19 @@ def _read(file: Path | None) -> list[Outcome]:
     return [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+NEVER = 10**9
+"""Steps from one test to the next, where only the ends of epochs are tested."""
+
+
 def _run(row: Row, options: Sequence[str], seed: int) -> Outcome:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "shoal", "train", *options, "--out", str(out)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode and "the loss" not in ended.stderr:
-            raise RunFailedError(f"{' '.join(options)}\n{ended.stdout}\n{ended.stderr}")
-        measured = {} if ended.returncode else _measured(out)
+        out = Path(folder) / "comparison"
+        recipes = {row.name: _settings(options)}
+        (cell,) = shoal.compare(recipes, seeds=(seed,), baseline=False, rounds=0, out=out).cells
+        if cell.why is not None and "the loss" not in cell.why:
+            raise RunFailedError(f"{' '.join(options)}\n{cell.why}")
+        measured = {} if cell.why is not None else _measured(read_run(out / cell.folder))
     return Outcome(
         row=row.name,
         exchange=row.exchange,
@@ -101,20 +105,31 @@ def _run(row: Row, options: Sequence[str], seed: int) -> Outcome:
     )
 
 
-def _measured(out: Path) -> dict[str, Any]:
+def _settings(options: Sequence[str]) -> dict[str, str | int]:
+    """Of a recipe, from options of `shoal train` with a value each; the seed is the comparison's.
+
+    >>> _settings(["--exchange", "local", "--weight-decay", "0.1", "--seed", "3"])
+    {'eval_steps': 1000000000, 'exchange': 'local', 'weight_decay': '0.1'}
+    """
+    pairs = zip(options[::2], options[1::2], strict=True)
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in pairs}
+    del given["seed"]
+    return {"eval_steps": NEVER, **given}
+
+
+def _measured(run: RunRecord) -> dict[str, Any]:
     """The numbers of an `Outcome`, from what a run left in its folder."""
-    result = json.loads((out / "result.json").read_text())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    staleness = result.get("staleness")
-    replicas = (result.get("exchanged") or {"replicas": {}})["replicas"].values()
+    result = run.result
+    assert result is not None
+    replicas = [] if result.exchanged is None else list(result.exchanged.replicas.values())
     return {
-        "accuracy": result["test_accuracy"],
-        "samples_per_second": result["samples_per_second"],
-        "tests": [(line["wall_seconds"], line["test_accuracy"]) for line in lines if line["event"] == "test"],
-        "staleness_mean": staleness["mean"] if staleness else None,
-        "staleness_max": staleness["max"] if staleness else 0,
+        "accuracy": result.test_accuracy,
+        "samples_per_second": result.samples_per_second,
+        "tests": [(test.seconds, test.accuracy) for test in run.tests],
+        "staleness_mean": None if result.staleness is None else result.staleness.mean,
+        "staleness_max": 0 if result.staleness is None else result.staleness.max,
         **{
-            count: sum(replica[count] for replica in replicas)
+            count: sum(getattr(replica, count) for replica in replicas)
             for count in ("steps", "sent_bytes", "received_bytes", "dropped")
         },
     }

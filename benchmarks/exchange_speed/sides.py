@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
+from shoal.comparing.timing import whole_periods
 from shoal.exchanges import parse_exchange
 
 WAIT_FOR_ALL = ("allreduce", "sync", "backup", "local")
@@ -33,9 +33,7 @@ class Side:
 
     def whole_periods(self, steps: int) -> int:
         """At least so many steps, such that every step's part of the exchange is paid."""
-        parsed = parse_exchange(self.exchange, self.options)
-        period = getattr(parsed, "push_every", None) or getattr(parsed, "period", None) or 1
-        return int(period) * ceil(steps / int(period))
+        return whole_periods(parse_exchange(self.exchange, self.options), steps)
 
     def goal(self, slow: float) -> float | None:
         """Least share of the ceiling; None where none is set."""

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
-from benchmarks.common.trained import wait_until_sent
 from benchmarks.slow_link.network import WideLeNet
 from benchmarks.slow_link.sides import DDP, SIDES, Side, chosen, link_seconds, weight_bytes
 from shoal.exchanges import Rates, parse_exchange
@@ -170,7 +169,7 @@ class Bench:
             return
         with shoal.exchange(model, optimizer, side.exchange, **side.options) as exchange:
             inner: Any = exchange._exchange
-            yield Joined(model, optimizer, exchange.step, inner.showing, lambda: wait_until_sent(exchange))
+            yield Joined(model, optimizer, exchange.step, inner.showing, exchange.wait_until_sent)
 
     def _train_on(self, joined: Joined, side: Side | None, order: shoal.data.BatchOrder, steps: range) -> None:
         """Until this replica is done with these steps, and nothing of it is on its way."""

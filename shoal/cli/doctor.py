@@ -115,5 +115,11 @@ def _extras() -> Iterator[Finding]:
         "Pillow, for --data folder:PATH" if there else "no Pillow",
         "" if there else "pip install pillow",
     )
+    page = all(importlib.util.find_spec(name) is not None for name in ("altair", "jinja2", "vl_convert"))
+    yield Finding(
+        "pages",
+        "Altair and vl-convert, for shoal report" if page else "no shoal report",
+        "" if page else "pip install 'shoal-train[report]'",
+    )
     launcher = shutil.which("torchrun") or importlib.util.find_spec("torch.distributed.run") is not None
     yield Finding("torchrun", "found" if launcher else "not found", "" if launcher else "pip install torch==2.13.0")

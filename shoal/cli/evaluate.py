@@ -64,9 +64,13 @@ def show(result: EvaluateResult, console: Console, *, everything: bool = False) 
     table.add_row("accuracy", f"[bold]{result.accuracy:.4f}[/bold]")
     if result.iou is not None:
         table.add_row("foreground IoU", f"[bold]{result.iou:.4f}[/bold]")
-    table.add_row("loss", f"{result.loss:.4f}")
+    table.add_row("cross entropy", f"{result.loss:.4f}")
     table.add_row("time", show_seconds(result.seconds))
     console.print(table)
+    if result.own_loss is not None:
+        console.print(
+            f"The run was trained with another loss, {result.own_loss}, which is not computed here.", markup=False
+        )
     console.print()
     scores = result.per_class
     shown = list(scores) if everything else _worst(result, WORST)

@@ -15,13 +15,16 @@ from shoal.machine import ask_for_huge_pages
 
 COMMANDS = {
     "train": ("shoal.cli.train:train", "Train a network and write its results to a folder."),
+    "compare": ("shoal.cli.compare:compare", "Train one network under several plans and exchanges, beside each other."),
     "verify": ("shoal.cli.verify:verify", "Compare a plan with one device, number by number."),
     "evaluate": ("shoal.cli.evaluate:evaluate", "Test a trained network, on its own or other data, under any plan."),
     "predict": ("shoal.cli.predict:predict", "Predict images with a trained network: classes and scores, or masks."),
     "export": ("shoal.cli.export:export", "Write a trained network as one file: safetensors, torch.export, ONNX."),
+    "report": ("shoal.cli.report:report", "Make one page of a run, of a comparison, or of several runs."),
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
     "simulate": ("shoal.cli.simulate:simulate", "Play a plan on any cluster: its step, its trace, what if."),
+    "trace": ("shoal.cli.trace:trace", "Look at recorded steps: who did what when, and who waited for whom."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }
 

@@ -31,6 +31,12 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     if field.annotation == tuple[str, ...]:
         return click.option(flag, name, metavar="TEXT", multiple=True, help=field.description)
+    if (
+        isinstance(more := field.json_schema_extra, dict) and "alone" in more
+    ):  # an option that may stand without a value
+        return click.option(
+            flag, name, metavar=str(more["metavar"]), is_flag=False, flag_value=more["alone"], help=_help(field)
+        )
     return click.option(flag, name, metavar=_metavar(field), help=_help(field))
 
 
@@ -40,10 +46,10 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _help(field: FieldInfo) -> str:
-    default = (
-        "" if field.is_required() or field.default_factory or field.default in (None, "") else f"  [{field.default}]"
-    )
-    return f"{field.description}{default}"
+    if field.is_required() or field.default_factory or field.default in (None, "", ()):
+        return f"{field.description}"
+    usual = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{field.description}  [{usual}]"
 
 
 def _metavar(field: FieldInfo) -> str:

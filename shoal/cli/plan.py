@@ -171,10 +171,12 @@ def _converter() -> Any:
 
 
 def _draw(file: Path, model: str, graph: "LayerGraph", price: "Price", *, losses: bool) -> None:
-    from shoal.planning.picture import picture
+    from shoal.lowering.boundary import Boundary
+    from shoal.planning.outlining import outline_of
+    from shoal.reporting.picture import picture
 
-    title = f"{model} under {price.name} on {price.ranks} ranks"
-    svg = picture(graph, price.cuts, price.ranks, title=title, losses=losses)
+    outline = outline_of(graph, price.cuts, Boundary("tile", price.ranks), price.name, losses=losses, priced=price)
+    svg = picture(outline, title=f"{model} under {price.name} on {price.ranks} ranks")
     if file.suffix == ".svg":
         write_text_atomically(file, svg)
     else:

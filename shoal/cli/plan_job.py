@@ -187,8 +187,8 @@ class Priced:
     model: CostModel
 
 
-def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
-    """Each plan's price. A plan that does not fit the network or the cluster is an `InputError`."""
+def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Priced]:
+    """Each plan's price, with its trace where that is asked for. A plan that does not fit the network or the cluster is an `InputError`."""
     captured = capture(config)
     graph = captured.graphs[True]
     also = [layer.name for layer in captured.graphs[False].layers]
@@ -197,7 +197,7 @@ def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
         speeds = load_speeds(config.cluster, config.timings, plan.ranks)
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         cuts = resolve(plan, graph, plan.ranks, also).cuts
-        plans_priced.append(Priced(graph, price(model, cuts, plan.name), model))
+        plans_priced.append(Priced(graph, price(model, cuts, plan.name, trace=trace), model))
     return plans_priced
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 SCHEMA = "shoal.predictions/1"
 FILE_WIDTH, CLASS_WIDTH, SCORE_WIDTH = 16, 24, 6
 """Columns of the table: the least of a file's name, the most of a class's, and those of a score."""
+PROGRESS_SECONDS = 3.0
 
 
 @click.command()
@@ -42,8 +44,9 @@ FILE_WIDTH, CLASS_WIDTH, SCORE_WIDTH = 16, 24, 6
 )
 @click.option(
     "--size",
-    type=click.Choice(["own", "training"]),
-    help="To segment an image of another size than in training: as it is, or resized.",
+    type=click.Choice(["own", "training", "windows"]),
+    help="To segment an image of another size than in training: as it is, resized, or window by window as in "
+    "training, for images too large for memory (TIFF, OME-Zarr).",
 )
 @click.option("--batch", metavar="N", type=click.IntRange(min=1), help="Files at a time; up to 64 unless given.")
 @click.option(
@@ -83,7 +86,15 @@ def predict(
         failed[name] = error.problem
         click.echo(f"shoal: {error.problem}", err=True)
 
-    found = predictions(trained.module, trained.inference, chosen, batch=batch, size=size, unreadable=unreadable)
+    found = predictions(
+        trained.module,
+        trained.inference,
+        chosen,
+        batch=batch,
+        size=size,
+        unreadable=unreadable,
+        on_progress=_Progress(),
+    )
     if writer is not None:
         found = writer.through(found)
     rows = [replace(prediction, mask=None) for prediction in found]  # masks are large
@@ -104,7 +115,7 @@ def _listed(files: Sequence[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in files:
-        if path.is_dir():
+        if path.is_dir() and path.suffix.lower() != ".zarr":
             below = images_below(path)
             if not below:
                 raise DataError(f"the folder {str(path)!r} holds no image.", "Give images, or a folder of them.")
@@ -179,6 +190,18 @@ def _show(found: "Sequence[Prediction]", top: int, console: Console, score: str)
     console.print(table)
 
 
+class _Progress:
+    """A line on the error stream every few seconds, where it takes long."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        if done < of and time.monotonic() - self._told > PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            click.echo(f"predicted {done:,} of {of:,} {what} ...", err=True)
+
+
 class _MaskWriter:
     """Writes masks: class numbers as an image with a palette, or as `.npy` where an image cannot hold them."""
 
@@ -234,7 +257,7 @@ def write_mask(mask: Any, path: Path, classes: int) -> None:
 
     from shoal.data.pixels import pillow
 
-    numbers = mask.astype(np.uint8 if classes <= 256 else np.int32)
+    numbers = mask.astype(np.uint8 if classes <= 256 else np.int32, copy=False)
     if path.suffix == ".npy":
         with path.open("wb") as file:
             np.save(file, numbers)

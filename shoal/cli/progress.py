@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -11,15 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from shoal.planning.strategies import AUTO
-from shoal.result import ExchangeReport, RunResult
+from shoal.reporting.summary import Row, rows_of, show_plan
+from shoal.result import RunResult
 from shoal.training.listener import About, Listener
 from shoal.training.run_folder import RunFolder
-from shoal.units import show_bytes, show_seconds
 
 STARTING_LINE_SECONDS = 3.0
 """While workers start, a line at most this often."""
-SHOWN_PEAKS = 4
-"""Workers whose memory is shown one by one."""
 PLAIN_LINE_SECONDS = 10.0
 """Where there is no terminal, a line at least this often while steps go on."""
 _TOLD = {
@@ -37,9 +36,9 @@ _TOLD_IN_LOCKSTEP = _TOLD | {
 """What people want to hear of replicas and servers; that they came and left as expected is not news."""
 
 
-def progress_for_people() -> Listener:
-    """The listener that suits standard output."""
-    console = Console(highlight=False)
+def progress_for_people(*, aside: bool = False) -> Listener:
+    """The listener that suits standard output; `aside`: standard error, where the other is for programs."""
+    console = Console(highlight=False, stderr=aside)
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
@@ -50,21 +49,6 @@ def _workers(about: About) -> str:
         return f"{about.replicas} replicas{inside}, exchange {about.exchange}, "
     plan = AUTO if about.searched else about.plan  # what it chose is told in words, on a line of its own
     return f"{about.workers} workers, plan {plan}, " if about.workers > 1 else ""
-
-
-def _peaks(peaks: Sequence[int]) -> str:
-    """Of each worker; of many workers the least and the most.
-
-    >>> _peaks([1 << 20, 2 << 20]), _peaks([3 << 20, 1 << 20, 2 << 20, 1 << 20, 1 << 20])
-    ('1.0 MiB, 2.0 MiB', '1.0 MiB to 3.0 MiB per worker')
-    """
-    if len(peaks) <= SHOWN_PEAKS:
-        return ", ".join(map(show_bytes, peaks))
-    return f"{show_bytes(min(peaks))} to {show_bytes(max(peaks))} per worker"
-
-
-def _plan(name: str, words: str) -> str:
-    return ": ".join(part for part in (name, words) if part)
 
 
 class _Lines(Listener):
@@ -79,7 +63,7 @@ class _Lines(Listener):
 
     def __reduce__(self) -> tuple[Callable[[], Listener], tuple[()]]:
         """On its way to rank 0, which shows the run: whatever suits the output there."""
-        return progress_for_people, ()
+        return partial(progress_for_people, aside=self.console.stderr), ()
 
     def starting(self, done: str, by: int, of: int) -> None:
         if by < of and time.monotonic() - self._last_line > STARTING_LINE_SECONDS:
@@ -104,7 +88,7 @@ class _Lines(Listener):
         )
         if about.searched and about.plan_in_words:
             name = "" if about.plan.startswith(AUTO) else about.plan
-            self._print(f"plan auto chose {_plan(name, about.plan_in_words)}")
+            self._print(f"plan auto chose {show_plan(name, about.plan_in_words)}")
         if about.done:
             self._print(f"going on after step {about.done}")
 
@@ -139,52 +123,19 @@ class _Lines(Listener):
 
     def finished(self, result: RunResult, folder: RunFolder) -> None:
         table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("test accuracy", f"[bold]{result.test_accuracy:.4f}[/bold]")
-        if result.test_iou is not None:
-            table.add_row("foreground IoU", f"[bold]{result.test_iou:.4f}[/bold]")
-        if result.best is not None and result.best.step < result.steps:
-            score = result.best.test_accuracy if result.best.test_iou is None else result.best.test_iou
-            table.add_row("  best", f"{score:.4f} in epoch {result.best.epoch}, see best.safetensors")
-        table.add_row("speed", f"{result.samples_per_second:,.0f} images/s")
-        table.add_row("step", f"{show_seconds(result.step_seconds_median)} (median)")
-        table.add_row("time", show_seconds(result.wall_seconds))
-        if result.peak_memory_bytes:
-            table.add_row("peak memory", _peaks(result.peak_memory_bytes))
-        if result.exchanged is not None:
-            _add_exchange(table, result, result.exchanged)
-        elif result.workers > 1:
-            table.add_row("plan", _plan(result.plan, result.plan_in_words or ""))
-            sent = result.bytes_per_step
-            table.add_row("sent per step", f"{show_bytes(sent.counted)}, by {result.workers} workers together")
-            table.add_row("  predicted", show_bytes(sent.predicted or 0))
-        table.add_row("results", escape(str(folder.path)))
+        for row in (*rows_of(result), Row("results", str(folder.path))):
+            value = escape(row.value)
+            label = f"  {row.label}" if row.under else row.label
+            table.add_row(label, f"[bold]{value}[/bold]" if row.important else value)
         self.console.print(table)
+        if folder.trace.exists():
+            self._print(f"trace of steps: {folder.trace}")
+            self._print(f"look at it with: shoal trace open {folder.path}  or: shoal trace show {folder.path}")
 
     def _print(self, line: str) -> None:
         """A whole line in a file, whole words on a screen."""
         self.console.print(line, soft_wrap=not self.console.is_terminal, markup=False)
         self._last_line = time.monotonic()
-
-
-def _add_exchange(table: Table, result: RunResult, exchanged: ExchangeReport) -> None:
-    """Who did what between replicas, one line per fact."""
-    each = exchanged.replicas
-    table.add_row("updates", ", ".join(f"replica {number}: {score.updates:,}" for number, score in each.items()))
-    waits = [f"{score.wait_seconds / max(score.train_seconds, 1e-9):.0%}" for score in each.values()]
-    table.add_row("time in the exchange", ", ".join(waits))
-    if result.staleness is not None:
-        table.add_row("staleness", f"mean {result.staleness.mean:.2f}, at most {result.staleness.max}")
-    dropped = sum(score.dropped for score in each.values())
-    if dropped:
-        table.add_row("dropped gradients", f"{dropped:,}")
-    moved = result.bytes_per_step
-    where = "in shared memory" if exchanged.servers == "direct" else show_bytes(moved.counted)
-    table.add_row("exchanged per step", where)
-    if moved.predicted is not None and exchanged.servers != "direct":
-        table.add_row("  predicted", show_bytes(moved.predicted))
-    lost = [event["who"] for event in exchanged.events if event["what"] == "lost"]
-    if lost:
-        table.add_row("lost replicas", ", ".join(map(str, lost)))
 
 
 class _Bar(_Lines):

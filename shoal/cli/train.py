@@ -10,6 +10,7 @@ from shoal.config import TrainConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.launching import load_ahead, surrounding
 from shoal.machine import cores, has_gpu_driver
+from shoal.result import RunResult
 
 
 @click.command()
@@ -28,8 +29,14 @@ from shoal.machine import cores, has_gpu_driver
     help="Add one more replica to the run in this folder, which is under way with an asynchronous exchange.",
 )
 @click.option("--print-config", is_flag=True, help="Print all settings as a recipe, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print result.json to standard output, all else to the other.")
 def train(
-    recipe: Path | None, resume: Path | None, join: Path | None, print_config: bool, **options: str | None
+    recipe: Path | None,
+    resume: Path | None,
+    join: Path | None,
+    print_config: bool,
+    as_json: bool,
+    **options: str | None,
 ) -> None:
     """Train a network and write its results to a folder.
 
@@ -40,29 +47,38 @@ def train(
         _join(join, recipe, given)
         return
     if resume is not None:
-        _go_on(resume, recipe, given)
+        _go_on(resume, recipe, given, as_json=as_json)
         return
     config = TrainConfig.parse({**_from_recipe(recipe), **given})
     if print_config:
         click.echo(config.to_yaml(), nl=False)
         return
-    _say(f"loading {config.model} and the data set {config.data} ...")
+    _say(f"loading {config.model} and the data set {config.data} ...", aside=as_json)
     if (told := crowded(config)) and surrounding() is None:
-        _say(told)
+        _say(told, aside=as_json)
     # torch loads here and not before: a wrong option is answered at once
     if config.workers > 1 and surrounding() is None:
         load_ahead(config.workers, config.threads)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    running.train(config, progress_for_people())
+    _print_result(running.train(config, progress_for_people(aside=as_json)), as_json=as_json)
 
 
-def _say(line: str) -> None:
-    """Before torch is loaded, which takes seconds; of many ranks the first speaks."""
+def _say(line: str, *, aside: bool = False) -> None:
+    """Before torch is loaded, which takes seconds; of many ranks the first speaks. `aside`: to standard error."""
+    if _first_rank():
+        click.echo(line, err=aside)
+
+
+def _first_rank() -> bool:
     world = surrounding()
-    if world is None or world.rank == 0:
-        click.echo(line)
+    return world is None or world.rank == 0
+
+
+def _print_result(result: RunResult, *, as_json: bool) -> None:
+    if as_json and _first_rank():
+        click.echo(result.to_json(), nl=False)
 
 
 def crowded(config: TrainConfig) -> str:
@@ -81,17 +97,17 @@ def _from_recipe(recipe: Path | None) -> dict[str, Any]:
     return values
 
 
-def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str]) -> None:
+def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str], *, as_json: bool) -> None:
     if recipe is not None:
         raise ConfigError(
             f"--resume takes its settings from {str(folder)!r}, not from the recipe {str(recipe)!r}.",
             "Leave the recipe out; options such as --epochs may be given anew.",
         )
-    _say(f"loading the run in {folder} ...")
+    _say(f"loading the run in {folder} ...", aside=as_json)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 
-    running.resume(folder, changes, progress_for_people())
+    _print_result(running.resume(folder, changes, progress_for_people(aside=as_json)), as_json=as_json)
 
 
 def _join(folder: Path, recipe: Path | None, given: dict[str, str]) -> None:

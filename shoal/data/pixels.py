@@ -153,7 +153,12 @@ def _on_scale_of_bytes(file: Path) -> bool:
 
 
 def unreadable(file: Path, error: Exception) -> DataError:
-    """That a file is no image, or a broken one."""
+    """That a file is no image, a broken one, or one of so many pixels that Pillow does not read it."""
+    if isinstance(error, pillow().DecompressionBombError):
+        return DataError(
+            f"the image {file} is too large to be read whole: {error}.",
+            "Read it by windows: --data windows:PATH to train, --size windows to predict.",
+        )
     return DataError(f"the image {file} cannot be read: {error}.", "Remove it from the folder, or replace it.")
 
 

@@ -104,7 +104,7 @@ class Allreduce(Exchange):
     def step(self, rate: float | None) -> bool:
         self.tally.steps += 1
         self.tally.updates += 1
-        with self._waiting():
+        with self._waiting("mean of all replicas' gradients"):
             if self.averager is not None:
                 moved = self.averager.average(self.replica.gradients())
                 self.tally.sent_bytes += moved.sent

@@ -130,7 +130,7 @@ class Backup(Downpour):
 
     def _take_part(self, values: Sequence[Tensor], rate: float | None) -> bool:
         """Push `values` if they count, and fetch the weights of this round's update."""
-        with self._waiting():
+        with self._waiting("ticket for the next round"):
             reply = {} if self._ask is None else self._ask({"ask": "ticket", "version": self._version})
             mine = [float(reply.get("counts", 0)), float(reply.get("version", 0))]
             counts, version = self.replica.transport.gather_numbers(mine)[0]

@@ -1,6 +1,5 @@
 """What every exchange offers to a training loop, and what it reports."""
 
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.diary import now
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
@@ -167,6 +167,9 @@ class Exchange(ABC):
     def interrupt(self) -> None:  # noqa: B027
         """Let a step that waits for other replicas in another thread fail now, if it can. The exchange is over then."""
 
+    def wait_until_sent(self) -> None:  # noqa: B027  (only where something is sent beside the training)
+        """Return when nothing of this replica's is on its way any more."""
+
     def close(self) -> None:  # noqa: B027  (a hook: not every exchange has something to let go of)
         """Leave in good order."""
 
@@ -175,7 +178,11 @@ class Exchange(ABC):
         if rate is not None:
             for group in self.replica.optimizer.param_groups:
                 group["lr"] = rate
+        diary = self.replica.transport.diary
+        begun = 0 if diary is None else now()
         self.replica.optimizer.step()
+        if diary is not None:
+            diary.note("update", "optimizer", begun)
 
     def take_tally(self) -> Tally:
         """What happened since the last time."""
@@ -183,15 +190,17 @@ class Exchange(ABC):
         return tally
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Counts the time inside as `wait_seconds`: this replica does not compute."""
-        begun = time.perf_counter()
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Counts the time inside as `wait_seconds`: this replica does not compute. `what` it does instead."""
+        begun = now()
         self.waits = True
         try:
             yield
         finally:
             self.waits = False
-            self.tally.wait_seconds += time.perf_counter() - begun
+            self.tally.wait_seconds += (now() - begun) / 1e9
+            if (diary := self.replica.transport.diary) is not None:
+                diary.note("exchange", what, begun)
 
 
 class OwnWeights(Exchange):

@@ -68,8 +68,8 @@ class Options(Served):
     n_sync over 1 the replica's own optimizer has it, and pushes how far it came."""
     decay: Literal["none", "exponential", "inverse"] = Field(
         default="exponential",
-        description="How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014), "
-        "1 / staleness (Zhang et al. 2016).",
+        description="How a stale gradient is weakened: decay_base ** staleness (Chan & Lane 2014, as Zhang et al. 2016 "
+        "tell of it), 1 / staleness (Zhang et al. 2016).",
     )
     decay_base: float = Field(default=0.9, gt=0, le=1)
     """Base of the exponential decay."""

@@ -20,7 +20,8 @@ with its own optimizer and pushes the sum of their gradients (Dean). With `rule=
 all steps, and it pushes how far they took it (Paine).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -30,6 +31,7 @@ from pydantic import model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.diary import now
 from shoal.errors import ConfigError
 from shoal.exchanges import Holding, Rates
 from shoal.exchanging.base import RESIDUAL, Exchange, distance
@@ -42,6 +44,7 @@ from shoal.exchanging.servers.reach import reach_shards
 from shoal.exchanging.servers.server import ShardClient
 from shoal.exchanging.servers.shard import Outcome, Push, copy_all, on_host
 from shoal.exchanging.servers.slices import Slice
+from shoal.timeline import Lane
 
 SPREAD_EVERY = 50
 """Fetches from one measurement of the distance to the common weights to the next: it costs a pass over them."""
@@ -343,7 +346,7 @@ class Downpour(Exchange):
         if values is not None:
             self._since_push = 0
         self._bases, self._own_versions = bases, list(self._versions)
-        beside.begin(lambda: self._speak(values, rate, into))
+        beside.begin(lambda: self._speak(values, rate, into, lane="network"))
 
     def _has_arrived(self, beside: Beside[list[Outcome]]) -> bool:
         """Whether the answers are there, on all ranks of the replica: they take them over together."""
@@ -356,7 +359,7 @@ class Downpour(Exchange):
         if self._underway is None or self._beside is None:
             return
         underway, self._underway = self._underway, None
-        with self._waiting():
+        with self._waiting("push and fetch beside compute"):
             outcomes = self._beside.end()
         self._bases = self._own_versions = None
         weights = self.replica.weights
@@ -409,7 +412,7 @@ class Downpour(Exchange):
                 self._push_and_fetch_own(None, push=True, fetch=False)
             self._count = 0
         remembered = [] if self._server_state is None else self._cut(self.replica.remembered(self._server_state))
-        with self._waiting():
+        with self._waiting("fetch the common weights"):
             for number, shard in enumerate(self._shards):
                 taken = shard.snapshot()
                 copy_all(self._own_parts[number], taken.weights)
@@ -505,7 +508,7 @@ class Downpour(Exchange):
         rate = self._rate(rate)
         before = self._copy_now_and_then() if into is not None and values is not None else None
         decided: dict[int, Outcome] = {}
-        with self._waiting():
+        with self._waiting(" and ".join(["push"] * (values is not None) + ["fetch"] * (into is not None))):
             taken = values is not None
             if values is not None and self._may_be_dropped:
                 taken = self._push_first(self._cut(values), rate, decided)
@@ -525,6 +528,7 @@ class Downpour(Exchange):
         decided: Mapping[int, Outcome] = MappingProxyType({}),
         *,
         at_least: int = 0,
+        lane: Lane = "compute",
     ) -> list[Outcome]:
         """What became of a push, at each shard; those that `decided` already are not pushed to again."""
         fetched = [None] * len(self._shards) if into is None else self._cut_into(into)
@@ -535,12 +539,26 @@ class Downpour(Exchange):
             push = pushed[number] if pushed is not None and number not in outcomes else None
             asks.append(Ask(number, push, rate, fetched[number], certain=self._may_be_dropped))
         for ask in asks:
-            self._begin(ask, at_least)
+            with self._noting(ask, "push to" if ask.push is not None else "ask", lane):
+                self._begin(ask, at_least)
         for ask in asks:
-            outcome = self._finish(ask)
+            with self._noting(ask, "fetch from" if ask.into is not None else "answer of", lane):
+                outcome = self._finish(ask)
             if ask.push is not None:
                 outcomes[ask.number] = outcome
         return list(outcomes.values())
+
+    @contextmanager
+    def _noting(self, ask: Ask, what: str, lane: Lane) -> Iterator[None]:
+        """Where steps are recorded: what is done with one shard, and the bytes that go there meanwhile."""
+        diary, shard = self.replica.transport.diary, self._shards[ask.number]
+        if diary is None:
+            yield
+            return
+        begun, before = now(), shard.traffic[0]
+        yield
+        sent = shard.traffic[0] - before
+        diary.note("exchange", f"{what} shard {ask.number}", begun, lane=lane, bytes=sent)
 
     def _push_first(self, pushed: Sequence[Sequence[Tensor]], rate: float, outcomes: dict[int, Outcome]) -> bool:
         """Push to the one shard that decides for all shards, of all ranks of the replica, what is too stale."""

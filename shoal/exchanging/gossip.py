@@ -318,7 +318,7 @@ class Gossip(OwnWeights):
         Until its next step this replica tells others of the weights that it had: so all that settle while nobody steps
         get the same, bit for bit.
         """
-        with self._waiting():
+        with self._waiting("mean of all replicas' weights"):
             self.flush()
             with self._mixing:
                 self._keep()
@@ -370,6 +370,9 @@ class Gossip(OwnWeights):
         with self._mixing:
             super().put_own_state({name: value for name, value in state.items() if name != "share"})
             self.share = float(state["share"])
+
+    def wait_until_sent(self) -> None:
+        self._outbox.wait(self._peers.heartbeat)
 
     def close(self) -> None:
         self._outbox.close()

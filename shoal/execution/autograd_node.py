@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal.diary import BACKWARD_PASS, now
 from shoal.errors import RunError
 from shoal.execution.around import is_batch_of_gradients, outside_of_transforms
 from shoal.execution.cut_parameters import plainly
@@ -88,8 +89,13 @@ class Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients that the pass asks for. A collective."""
+        diary = ctx.passes.transport.diary
+        begun = 0 if diary is None else now()
         with plainly():
-            return Step._backward(ctx, *grads)
+            returned = Step._backward(ctx, *grads)
+        if diary is not None and diary.notes_passes:
+            diary.note_pass("backward", BACKWARD_PASS, begun)
+        return returned
 
     @staticmethod
     def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from shoal.diary import Diary, now
 from shoal.execution.gradients import Collector
 from shoal.execution.precision import value_types
 from shoal.execution.randomness import LayerRandom
@@ -126,11 +127,12 @@ class Engine:
         again: bool = False,
     ) -> None:
         """A piece of the list, forward. `again`: for the second time, for backward's sake."""
-        program, rank = tape.program, self.transport.rank
+        program, rank, diary = tape.program, self.transport.rank, self.transport.diary
         instructions, last_values, last_tiles = program.instructions, program.last_uses.values, program.last_uses.tiles
         for index in segment:
             instruction = instructions[index]
             self.transport.label = instruction.label
+            begun = 0 if diary is None else now()
             match instruction:
                 case Fetch() as fetch:
                     live.tiles[fetch.key] = self._fetch(fetch, live.values, tape)
@@ -151,6 +153,8 @@ class Engine:
                         live.values[value] = settled
                     if self.observe and not again and settled is not None:
                         self.observe("value", value, settled)
+            if diary is not None:
+                _note_forward(diary, instruction, begun, here=index in tape.route.parts, again=again)
             for name in last_values.get(index, ()):
                 live.values.pop(name, None)
             for key in last_tiles.get(index, ()):
@@ -203,22 +207,27 @@ class Engine:
 
         A layer may leave the gradients of its parameters for later: until its tiles' are on their way.
         """
-        program, rank = tape.program, self.transport.rank
+        program, rank, diary = tape.program, self.transport.rank, self.transport.diary
         later: Callable[[], None] | None = None
         for index in reversed(segment):
             instruction = program.instructions[index]
             self.transport.label = instruction.label
+            begun = 0 if diary is None else now()
             if isinstance(instruction, Fetch):
                 if instruction.value in back.flowing and instruction.key not in tape.route.linked:
                     self._fetch_back(instruction, back, tape)
+                    if diary is not None and not instruction.identity:
+                        diary.note("move", instruction.label, begun)
                 continue
             if later is not None:
                 later()
-                later = None
+                later, begun = None, 0 if diary is None else now()
             if isinstance(instruction, Compute):
-                name = instruction.placed.layer.name
+                name, recorded = instruction.placed.layer.name, index in tape.records
                 finish = self._compute_back(index, instruction, back, tape)
                 later = _then(finish, back, finished_by.get(name, ()), collector, states)
+                if diary is not None and recorded:
+                    later = _note_backward(diary, tape.route.parts[index].chain, begun, later)
             elif instruction.value in back.flowing:
                 value = instruction.value
                 returned = self._move(
@@ -226,6 +235,8 @@ class Engine:
                     _need(instruction.partial[rank]), tape.types[value], tag=2 * instruction.key + 1, add=False,
                 )  # fmt: skip
                 self._arrives(value, returned, back)
+                if diary is not None:
+                    diary.note("move", instruction.label, begun)
         if later is not None:
             later()
 
@@ -428,6 +439,25 @@ def _then(
         complete()
         return None
     return complete
+
+
+def _note_forward(diary: Diary, done: Fetch | Compute | Settle, begun: int, *, here: bool, again: bool) -> None:
+    """An instruction that was carried out on this rank. `here`: whether this rank has a part of the layer."""
+    if isinstance(done, Compute):
+        if here:
+            name = done.placed.layer.name
+            diary.note("forward", f"{name} again" if again else name, begun)
+    elif isinstance(done, Settle) or not done.identity:
+        diary.note("move", done.label, begun)
+
+
+def _note_backward(diary: Diary, chain: str, begun: int, later: Callable[[], None] | None) -> Callable[[], None] | None:
+    """A layer that went back, or a chain of them; what is left of it for `later` then notes itself."""
+    if later is None:
+        diary.note("backward", chain, begun)
+        return None
+    diary.note("backward", f"{chain}: input gradient", begun)
+    return diary.noting("backward", f"{chain}: weight gradient", later)
 
 
 def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -98,7 +98,9 @@ class GradientSums:
             view.copy_(grad)
         self._waiting[index].remove(name)
         if not self._waiting[index]:
-            work = self._transport.sum_later(buffer, bucket.ranks, PURPOSE, label=GRADIENTS)
+            work = self._transport.sum_later(
+                buffer, bucket.ranks, PURPOSE, label=GRADIENTS, kind="gradients", content=_content(bucket)
+            )
             assert work is not None  # a bucket has several ranks
             self._works.append(work)
 
@@ -120,6 +122,12 @@ class GradientSums:
             shards = [self._shards[name][1] for name in bucket.names]
             self._buffers[index] = shards[0].new_empty(sum(shard.numel() for shard in shards))
         return self._buffers[index]
+
+
+def _content(bucket: Bucket) -> str:
+    """What a bucket sums, for people."""
+    first, last = bucket.names[0], bucket.names[-1]
+    return first if len(bucket.names) == 1 else f"{first} to {last}"
 
 
 def _in_use(buffer: Tensor) -> bool:

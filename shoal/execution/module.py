@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from shoal.building import Draft
 from shoal.capturing.signature import Call, bind
+from shoal.diary import FORWARD_PASS, now
 from shoal.errors import RunError
 from shoal.execution.around import outside_of_transforms, problem_around, refuse_writing_down, writing_down
 from shoal.execution.autograd_node import Step
@@ -175,6 +176,15 @@ class ParallelModule(nn.Module):
 
     @_disable_dynamo
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        diary = self._transport.diary
+        if diary is None or not diary.notes_passes:
+            return self._run(args, kwargs)
+        begun = now()
+        returned = self._run(args, kwargs)
+        diary.note_pass("forward", FORWARD_PASS, begun)
+        return returned
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._passes.ended:
             raise RunError(
                 "this network was laid over the ranks anew by a later shoal.parallelize of the same module.",

@@ -181,7 +181,7 @@ class Passes:
         if len(ranks) > 1:
             before = torch.zeros_like(self.states[name]) if grad is None else grad
             total = before.detach().div(len(ranks)).contiguous()
-            work = self.transport.sum_later(total, ranks, GRADIENT, label="gradients")
+            work = self.transport.sum_later(total, ranks, GRADIENT, label="gradients", kind="gradients", content=name)
             assert work is not None
             work.wait()
             if grad is not None:

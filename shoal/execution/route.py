@@ -30,6 +30,8 @@ class RankPart:
     """The Fetch that links the layer to the one before it in its chain."""
     before: str
     """The value that this Fetch passes on; empty without one."""
+    chain: str
+    """The layers of its chain up to this one, with commas between: backward goes through them at once."""
     goes_on: bool
     """Whether the next layer goes on with its autograd graph."""
     reader: int | None
@@ -86,6 +88,7 @@ def _parts(
 ) -> dict[int, RankPart]:
     """This rank's part of every layer that it has one of, by the index of the layer's instruction."""
     rank, parts = transport.rank, {}
+    chains: dict[str, str] = {}
     for index, compute in enumerate(program.instructions):
         if not isinstance(compute, Compute):
             continue
@@ -106,6 +109,8 @@ def _parts(
             if not isinstance(ref, State)
         )
         before = None if link is None else program.instructions[link]
+        before_name = before.value if isinstance(before, Fetch) else ""
+        chains[name] = f"{chains[before_name]}, {name}" if before_name in chains else name
         learns = any(learning for *_, learning in states)
         sends = any(key in program.crossing for _, key, wanted in tiles if wanted)
         parts[index] = RankPart(
@@ -118,7 +123,8 @@ def _parts(
             states=states,
             tiles=tiles,
             link=link,
-            before=before.value if isinstance(before, Fetch) else "",
+            before=before_name,
+            chain=chains[name],
             goes_on=index in goes_on,
             reader=program.only_moved_to.get(name),
             overwrites=link is not None and _may_overwrite(program, compute, link),

@@ -19,12 +19,12 @@ from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel, flowing_values
 from shoal.planning.find import SearchResult, find, pinned_layers
-from shoal.planning.price import price
+from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
-from shoal.profiling.measured import Analytic, Measured
+from shoal.profiling.measured import Analytic, Measured, UnmeasuredError
 from shoal.profiling.profile import OnMeasured, profile, tiles_to_time
 from shoal.simulating.speeds import Speeds
 from shoal.timings import Timings
@@ -226,6 +226,38 @@ def choose_plan(
     if transport.rank == 0:
         cache.save_choice(key, plan, {"race": {finish.name: finish.seconds for finish in finishes}})
     return Chosen(plan, search, finishes, remembered=False)
+
+
+def price_from_cache(
+    captured: Captured,
+    cuts: Mapping[str, Cut],
+    transport: Transport,
+    name: str,
+    *,
+    io: IO,
+    batch_norm: Literal["exact", "local"],
+    bucket_bytes: int | None,
+) -> Price | None:
+    """What a plan is predicted to cost here; None where this network was not profiled on this machine before.
+
+    A collective; measures nothing.
+    """
+    key = _machine_key(transport, captured.device)
+
+    def priced() -> Price | None:
+        timings = cache.load_timings(key) if transport.rank == 0 else None
+        if timings is None or fingerprint(captured.graphs[True]) not in timings.in_situ:
+            return None
+        model = cost_model(
+            captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes
+        )
+        try:
+            return price(model, cuts, name, trace=True)
+        except UnmeasuredError:  # of a network that was profiled under pins, say
+            return None
+
+    found: Price | None = transport.gather_objects(priced())[0]
+    return found
 
 
 def dtype_name(captured: Captured) -> str:

@@ -1,7 +1,7 @@
 """What a plan costs: its step as a list of tasks, played by the simulator once, without noise."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from shoal.planning.costs import CostModel
 from shoal.planning.step_memory import Memory, step_memory
 from shoal.simulating.durations import Durations, sent_bytes
 from shoal.simulating.play import Played, play
+from shoal.simulating.simulate import trace_of
+from shoal.timeline import Trace
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Price:
     """By rank."""
     bytes: int
     """Sent by all ranks."""
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    """What every rank does when, where that was asked for."""
 
     @property
     def peak(self) -> int:
@@ -68,8 +72,8 @@ class Price:
         return max(memory.total for memory in self.memory)
 
 
-def price(model: CostModel, cuts: Mapping[str, Cut], name: str) -> Price:
-    """Play a plan through. A cut that does not fit is a `PlanError`."""
+def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, trace: bool = False) -> Price:
+    """Play a plan through; `trace`: keep what was played. A cut that does not fit is a `PlanError`."""
     tasks = tasks_of(model, cuts)
     durations = Durations(tasks, model.speeds, model.kernels)
     played = play(durations)
@@ -89,6 +93,7 @@ def price(model: CostModel, cuts: Mapping[str, Cut], name: str) -> Price:
         layers=tuple(rows.values()),
         memory=_memory(model, tasks, played),
         bytes=sum(sent_bytes(tasks.tasks, durations)),
+        trace=trace_of(played, f"plan {name}") if trace else None,
     )
 
 

@@ -34,9 +34,10 @@ from shoal.replicas.effects import (
     WriteCheckpoint,
     WriteOwn,
 )
-from shoal.replicas.orders import NextBatches, Noted, Stop, order_head, read_question
+from shoal.replicas.orders import AskTime, NextBatches, Noted, Stop, Time, order_head, read_question
 from shoal.replicas.recorder import Recorder
 from shoal.result import RunResult
+from shoal.tracing.clocks import own_clock
 from shoal.training.listener import About, Listener
 from shoal.transport.links import Frame
 
@@ -153,6 +154,8 @@ class Conducting:
     def _answer(self, member: Member, frame: Frame) -> tuple[Mapping[str, Any], list[Any]]:
         try:
             question = read_question(frame.head)
+            if isinstance(question, AskTime):
+                return order_head(Time(time.perf_counter_ns(), own_clock())), []
             with self._changed:
                 order, effects = self._conductor.answer(
                     member.replica, question, time.monotonic(), parts=len(frame.buffers)

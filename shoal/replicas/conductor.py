@@ -31,9 +31,11 @@ from shoal.replicas.effects import (
     WriteOwn,
     WritePlan,
     WriteResult,
+    WriteTrace,
 )
 from shoal.replicas.journal import Journal
 from shoal.replicas.orders import (
+    AskTime,
     Batch,
     HandedIn,
     HandIn,
@@ -50,6 +52,7 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
+    Traced,
     Train,
     Wait,
 )
@@ -181,7 +184,11 @@ class Conductor:
                 self._note_own(replica, question)
             case PlanChosen():
                 self._effects.append(WritePlan(question.plan))
-            case Leaving():
+            case Traced():
+                self._effects.append(WriteTrace(replica))
+                if question.missing is not None:
+                    self._effects += self.warn(f"replica {replica}: {question.missing}")
+            case Leaving() | AskTime():
                 pass
         return Decision(order, self._take_effects())
 
@@ -196,6 +203,8 @@ class Conductor:
                 raise self._nonsense(replica, "did not send what it was told to test and save")
         if isinstance(question, HandedIn) and (parts != 1 or not self._options.hands_in):
             raise self._nonsense(replica, "did not send its own state alone")
+        if isinstance(question, Traced) and (parts != 1 or self._config.trace is None):
+            raise self._nonsense(replica, "sent a trace that nobody asked for, or none")
 
     def _nonsense(self, replica: int, what: str) -> MessageError:
         return MessageError(f"replica {replica} {what}.", "This is a bug: please report it.")
@@ -386,7 +395,7 @@ class Conductor:
                 )
                 return
             epoch = math.ceil(order.after / self._about.steps_per_epoch)
-            line = self._journal.test_line(replica, evaluation, epoch, settled.counted, now)
+            line = self._journal.test_line(replica, evaluation, epoch, settled, now)
             self._effects += [Log(line), Mark(replica)]
             self._best = self._best.after(evaluation, epoch=epoch, step=settled.counted)
             if self._best.since == 0:

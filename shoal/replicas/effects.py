@@ -20,6 +20,8 @@ class HowFar:
     """Numbers below the largest handed out that were not counted."""
     position: Position = field(default_factory=Position)
     wall_seconds: float = 0.0
+    train_seconds: float = 0.0
+    """In which some replica trained, without tests during which nobody did."""
     last_loss: float = float("nan")
     step_seconds: tuple[float, ...] = ()
     tested: int = 0
@@ -119,6 +121,13 @@ class WriteResult:
     measured: Measured
 
 
-ForFiles = WritePlan | WriteOwn | WriteBest | WriteCheckpoint | WriteResult
+@dataclass(frozen=True)
+class WriteTrace:
+    """Put what a replica recorded beside what the others did."""
+
+    replica: int
+
+
+ForFiles = WritePlan | WriteOwn | WriteBest | WriteCheckpoint | WriteResult | WriteTrace
 """Effects that may take long: they are carried out while others ask."""
 Effect = Log | Mark | Stepped | Told | Rest | Suspect | EndServers | ForFiles

@@ -155,9 +155,17 @@ class Journal:
         self._losses, self._logged = [], counted
         return line
 
-    def test_line(self, replica: int, tested: Evaluation, epoch: int, step: int, now: float) -> dict[str, Any]:
-        """A replica tested the weights of `step`."""
-        return {**line_of_test(tested, epoch=epoch, step=step, wall_seconds=self.seconds(now)), "replica": replica}
+    def test_line(self, replica: int, tested: Evaluation, epoch: int, settled: HowFar, now: float) -> dict[str, Any]:
+        """A replica tested the weights that it took when the run was as far as `settled`."""
+        line = line_of_test(
+            tested,
+            epoch=epoch,
+            step=settled.counted,
+            samples=settled.counted * self._samples_per_batch,
+            train_seconds=settled.train_seconds,
+            wall_seconds=self.seconds(now),
+        )
+        return {**line, "replica": replica}
 
     def event_line(self, what: What, who: int, counted: int, now: float) -> dict[str, Any]:
         """Something happened to a replica or a server."""
@@ -176,6 +184,7 @@ class Journal:
             again=tuple(again),
             position=Position(*divmod(counted, self._about.steps_per_epoch)),
             wall_seconds=self.seconds(now),
+            train_seconds=self._past.train_seconds + self.scores.training_seconds,
             last_loss=self._last_loss,
             step_seconds=(*self._past.step_seconds, *self.scores.step_seconds),
             scores=self.scores.saved(),

@@ -1,7 +1,8 @@
 """What a replica and the conductor say to each other: a question with a report in it, and an order as its answer.
 
     NextBatches ──▶ Train | MakeTest | HandIn | Wait | Leave | Stop
-    Settling, HasTested, HandedIn, PlanChosen, Leaving ──▶ Noted
+    Settling, HasTested, HandedIn, PlanChosen, Traced, Leaving ──▶ Noted
+    AskTime ──▶ Time
 
 Every message checks its fields when it is made, so also when it is read from the network: what arrives wrong is a
 `MessageError` and never gets further. Tensors (what is to be saved) travel beside a message, not in it.
@@ -138,6 +139,26 @@ class PlanChosen:
 
 
 @dataclass(frozen=True)
+class AskTime:
+    """A replica wants to know what the conductor's clock shows, to put its own notes on it."""
+
+    word: ClassVar = "what time"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a replica's ranks did in the steps that are recorded comes beside this, as the text of a trace's file."""
+
+    word: ClassVar = "traced"
+    missing: str | None = None
+    """What people should know of it."""
+
+    def __post_init__(self) -> None:
+        if self.missing is not None and type(self.missing) is not str:
+            raise _wrong(self, "missing")
+
+
+@dataclass(frozen=True)
 class Leaving:
     """A replica goes, as it was told to; this is the last of its work."""
 
@@ -245,12 +266,29 @@ class Noted:
     word: ClassVar = "noted"
 
 
-Question = NextBatches | Settling | HasTested | HandedIn | PlanChosen | Leaving
-Order = Train | MakeTest | HandIn | Wait | Leave | Stop | Noted
+@dataclass(frozen=True)
+class Time:
+    """What the conductor's clock shows."""
+
+    word: ClassVar = "time"
+    nanoseconds: int
+    clock: str
+    """Which clock that is: processes of one host read the same."""
+
+    def __post_init__(self) -> None:
+        _whole(self, "nanoseconds")
+        if type(self.clock) is not str:
+            raise _wrong(self, "clock")
+
+
+Question = NextBatches | Settling | HasTested | HandedIn | PlanChosen | AskTime | Traced | Leaving
+Order = Train | MakeTest | HandIn | Wait | Leave | Stop | Noted | Time
 QUESTIONS: Mapping[str, type[Question]] = {
-    kind.word: kind for kind in (NextBatches, Settling, HasTested, HandedIn, PlanChosen, Leaving)
+    kind.word: kind for kind in (NextBatches, Settling, HasTested, HandedIn, PlanChosen, AskTime, Traced, Leaving)
 }
-ORDERS: Mapping[str, type[Order]] = {kind.word: kind for kind in (Train, MakeTest, HandIn, Wait, Leave, Stop, Noted)}
+ORDERS: Mapping[str, type[Order]] = {
+    kind.word: kind for kind in (Train, MakeTest, HandIn, Wait, Leave, Stop, Noted, Time)
+}
 
 
 # As they are sent

@@ -296,6 +296,10 @@ class OwnLoop:
         if state:
             self._exchange.put_own_state(state)
 
+    def wait_until_sent(self) -> None:
+        """Return when nothing is on its way that `gossip` sends beside the training: for whoever times steps."""
+        self._exchange.wait_until_sent()
+
     def take_tally(self) -> Tally:
         """What happened since the last time: updates, staleness, time spent waiting, bytes."""
         return self._exchange.take_tally()

@@ -1,5 +1,6 @@
 """A run of several replicas, from its settings to its result: started here, or as ranks of a world that is there."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError
+from shoal.errors import CheckpointError, ConfigError, LeftError, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -33,7 +34,8 @@ from shoal.training.own_objects import NO_OBJECTS, OwnObjects, check_same, other
 from shoal.training.run_folder import RunFolder
 from shoal.transport.links import LOOPBACK
 
-RESULT = "shoal/result"
+END = "shoal/end"
+"""Where rank 0 of a world says how the run ended."""
 LEAVE_SECONDS = 30.0
 """Time that the other replicas have to leave when the run is over."""
 
@@ -105,10 +107,7 @@ def train_in_world(
                 f"replica {replica} was asked to stop and has left; the others go on.",
                 "The result will be in the run's folder.",
             )
-        text = table.get(RESULT).decode()
-        if not text:
-            raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
-        return RunResult.model_validate_json(text)
+        return _result_in(table.get(END).decode())
     one_host, host, store = world.on_one_host, world.listens_at, world.url
     with _conducting(config, resumed, listener, own, one_host=one_host, host=host, store=store, here=0) as conducting:
         try:
@@ -117,12 +116,33 @@ def train_in_world(
             conducting.wait_for_all(LEAVE_SECONDS)
             result = conducting.ended()
         except BaseException as error:
-            table.set(RESULT, "")  # so that the others do not wait for this replica
+            table.set(END, _told_of(error))  # so that the others do not wait for this replica
             if conducting.error is None:
                 raise
             raise conducting.error from conducting.error.__cause__ or error
-        table.set(RESULT, result.to_json())
+        table.set(END, _told_of(result))
         return result
+
+
+def _told_of(end: RunResult | BaseException) -> str:
+    """What rank 0 of a world tells the others of how the run ended; of a failure no more than that: it is told once."""
+    return json.dumps(
+        {
+            "result": end.to_json() if isinstance(end, RunResult) else None,
+            "stopped": [end.problem, end.remedy] if isinstance(end, StoppedError) else None,
+        }
+    )
+
+
+def _result_in(told: str) -> RunResult:
+    """On another rank: the result, or why there is none; that the run was stopped is no failure of any rank."""
+    match json.loads(told):
+        case {"result": str(text)}:
+            return RunResult.model_validate_json(text)
+        case {"stopped": [str(problem), str(remedy)]}:
+            raise StoppedError(problem, remedy)
+        case _:
+            raise PeerError("the run ended without a result.", "Rank 0, which conducted it, says why.")
 
 
 def join_run(folder: Path) -> None:
@@ -230,6 +250,8 @@ def _conducting(
             conducting.warn(warning)
         yield conducting
         if conducting.result is not None:
+            if config.trace is not None and not folder.trace.exists():
+                conducting.warn(f"no replica took any of the steps that --trace {config.trace} names.")
             listener.finished(conducting.result, folder)
 
 

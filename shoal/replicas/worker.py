@@ -4,6 +4,7 @@ All ranks of a replica run this; the first of them asks, and tells the others wh
 """
 
 import io
+import json
 import os
 import tempfile
 import time
@@ -17,12 +18,14 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.data import BatchOrder, Loader
+from shoal.diary import now
 from shoal.errors import CheckpointError, MessageError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
 from shoal.inference import Inference
 from shoal.replicas.orders import (
     MOST_BATCHES,
+    AskTime,
     Batch,
     HandedIn,
     HandIn,
@@ -39,11 +42,16 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
+    Time,
+    Traced,
     Train,
     Wait,
     question_head,
     read_order,
 )
+from shoal.timeline import Trace
+from shoal.tracing.clocks import ahead_of
+from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal
@@ -100,7 +108,8 @@ def train_replica(
         )
         try:
             most = min(MOST_BATCHES, job.steps_per_epoch // (LEAST_ORDERS * config.replicas))
-            stayed = _Life(job, exchange, seat, transport, options, slow, stop, most).live()
+            recording = _recording(config, options, job)
+            stayed = _Life(job, exchange, seat, transport, options, slow, stop, most, recording, number).live()
         except (RuntimeError, MemoryError) as error:
             told = out_of_memory(error, config)
             if told is None:
@@ -160,6 +169,13 @@ def _prepare(
     )
 
 
+def _recording(config: TrainConfig, options: ExchangeOptions, job: Job) -> Recording | None:
+    """Of the steps that a replica takes itself: every batch where all share it, else about its part of them."""
+    total = job.total_steps if options.same_batch else job.total_steps // config.replicas
+    steps = config.traced_steps(0, max(1, total))
+    return Recording(job.network.transport, steps, job.network.plain) if steps else None
+
+
 class _Life:
     """Orders in, steps out."""
 
@@ -173,8 +189,15 @@ class _Life:
         slow: float,
         stop: StopSignal,
         most: int,
+        recording: Recording | None,
+        number: int,
     ) -> None:
-        """`most`: batches that it asks for at once."""
+        """`most`: batches that it asks for at once; `recording`: of its steps; `number`: which replica it is."""
+        self._recording, self._number = recording, number
+        self._taken = 0
+        """Steps that it took."""
+        self._recorded: tuple[Trace, str | None] | None = None
+        """What was recorded and is not sent yet, and what is missing in it."""
         self._job, self._exchange, self._seat, self._transport = job, exchange, seat, transport
         self._options, self._slow, self._stop, self._most = options, slow, stop, most
         self._stop_elsewhere = False
@@ -191,7 +214,11 @@ class _Life:
     def live(self) -> bool:
         """Carry out orders until told to stop (True), or to leave the others (False)."""
         while True:
-            match order := self._next():
+            order = self._next()
+            if isinstance(order, Leave | Stop):
+                self._end_recording()
+            self._send_trace()
+            match order:
                 case Train():
                     for batch in order.batches:
                         self._train(batch, last=batch is order.batches[-1])
@@ -209,17 +236,21 @@ class _Life:
                     return False
                 case Stop():
                     return True
-                case Noted():
+                case Noted() | Time():
                     raise MessageError("the conductor gave no order.", "This is a bug: please report it.")
 
     def _next(self) -> Order:
         """The next order, the same on all ranks of the replica."""
         order: Order | None = None
+        diary = self._transport.diary
+        begun = 0 if diary is None else now()
         if self._transport.rank == 0:
             if not self._asked:
                 self._ask()
             order = read_order(self._seat.hear().head)
             self._asked = False
+            if diary is not None:
+                diary.note("wait", "for the conductor's order", begun)
         if self._transport.world > 1:
             orders, stops = zip(*self._transport.gather_objects((order, bool(self._stop))), strict=True)
             self._stop_elsewhere = any(stops)
@@ -250,18 +281,53 @@ class _Life:
         if self._behind:  # the others trained on meanwhile, perhaps a whole warm start
             self._exchange.catch_up()
             self._behind = False
-        begun = time.perf_counter()
-        part = backward(job, job.batches(batch.epoch, batch.step))
+        self._taken += 1
+        diary = None if self._recording is None else self._recording.begin_step(self._taken)
+        begun = now()
+        batches = job.batches(batch.epoch, batch.step)
+        if diary is not None:
+            diary.note("data", "batch", begun)
+        part = backward(job, batches)
         if self._slow > 1:
-            time.sleep((self._slow - 1) * (time.perf_counter() - begun))
+            sleeping = now()
+            time.sleep((self._slow - 1) * (sleeping - begun) / 1e9)
+            if diary is not None:
+                diary.note("wait", "slow on purpose", sleeping)
+        stepping = now()
         applied = self._exchange.step(batch.rate)
         if job.average is not None:
             job.average.update()
+        if diary is not None:
+            diary.note("exchange", self._options.name, stepping)
         losses = [row[0] for row in job.network.gather([part.item()])]
-        seconds = time.perf_counter() - begun
+        ended = now()
+        seconds = (ended - begun) / 1e9
+        if diary is not None:
+            diary.note_step(begun, ended)
         self._steps.append(Step(batch.number, sum(losses), seconds))
         self._wants = self._batches_in_a_moment(seconds)
         self._report(applied)
+        if self._recording is not None and self._recording.ends_with(self._taken):
+            self._end_recording()
+
+    def _end_recording(self) -> None:
+        """Keep what was recorded until the conductor can be told."""
+        if self._recording is not None:
+            name = f"replica {self._number}"
+            self._recorded = self._recording.end(name, lambda rank: f"{name}, rank {rank}")
+            self._recording = None
+
+    def _send_trace(self) -> None:
+        """Send what was recorded, on the conductor's clock. Not while a question waits for its answer."""
+        if self._recorded is not None:
+            (trace, missing), self._recorded = self._recorded, None
+            ahead = ahead_of(self._ask_time) / 1e9
+            self._tell(Traced(missing), [json.dumps(trace.earlier(ahead).to_chrome()).encode()])
+
+    def _ask_time(self) -> tuple[int, str]:
+        answer = read_order(self._seat.ask(question_head(AskTime())).head)
+        assert isinstance(answer, Time)
+        return answer.nanoseconds, answer.clock
 
     def _batches_in_a_moment(self, seconds: float) -> int:
         """How many batches to ask for at once, where one takes so long.

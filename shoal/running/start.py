@@ -18,11 +18,12 @@ from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole
-from shoal.training.listener import Listener
+from shoal.training.listener import Listener, Listeners
 from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
 from shoal.training.rank import train_on_rank
 from shoal.training.run_folder import RunFolder
+from shoal.training.tensorboard import TensorBoardEvents, check_installed
 
 
 def train(
@@ -171,6 +172,9 @@ def _torch_left_as_found() -> Iterator[None]:
 
 def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
+    if config.tensorboard:
+        check_installed()
+        listener = Listeners((listener, TensorBoardEvents()))
     world = surrounding()
     if world is not None and world.size > 1:
         workers = world.workers(config.workers if asked else None)

@@ -53,18 +53,24 @@ def _names(played: Played, shown: list[int]) -> Iterator[str]:
 
 
 def _slices(played: Played, row: int, rank: int) -> Iterator[Slice]:
+    """The tasks of one rank, its steps, counted from 1, and in between what it waits for."""
     tasks, number = played.durations.tasks.tasks, int(played.classes[rank])
     starts, ends = played.starts[:, number].reshape(played.steps, -1), played.ends[:, number].reshape(played.steps, -1)
-    begin = 0.0
+    begin = until = 0.0
     for step in range(played.steps):
         end = float(np.nanmax(ends[step], initial=begin))
-        yield Slice("step", row, f"step {step}", begin, end, "steps", step)
+        yield Slice("step", row, f"step {step + 1}", begin, end, "steps", step + 1)
         begin = end
         for task, start, stop in zip(tasks, starts[step].tolist(), ends[step].tolist(), strict=True):
+            if not stop >= start:
+                continue
+            kind = "gradients" if task.label == GRADIENTS else _KINDS[task.kind]
+            lane: Lane = "compute" if task.resource == "compute" or task.waits else "network"
+            if lane == "compute" and start > until:
+                yield Slice("wait", row, task.label or "gradients", until, start, step=step + 1)
             if stop > start:
-                kind = "gradients" if task.label == GRADIENTS else _KINDS[task.kind]
-                lane: Lane = "compute" if task.resource == "compute" or task.waits else "network"
-                yield Slice(kind, row, task.label, start, stop, lane, step, _sent(task, rank, played.durations))
+                yield Slice(kind, row, task.label, start, stop, lane, step + 1, _sent(task, rank, played.durations))
+            until = max(until, stop) if lane == "compute" else until
 
 
 def _sent(task: Task, rank: int, durations: Durations) -> int:

@@ -20,7 +20,7 @@ SCHEMA = "shoal.checkpoint/4"
 # What may change when a run goes on: nothing that the state so far depends on.
 CHANGEABLE = frozenset(
     {
-        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "log_every", "out"),
+        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "log_every", "trace", "out"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange_options", "slow"),
     }
@@ -206,6 +206,11 @@ def _own_losses(table: torch.Tensor, job: Job) -> torch.Tensor:
 
 def _check_settings(before: dict[str, Any], config: TrainConfig) -> None:
     now = config.model_dump(mode="json")
+    if before["plan"] != config.plan and "post-local-sgd" in (before["plan"], config.plan):
+        raise CheckpointError(
+            f"--resume: the run was made with plan = {before['plan']!r}, now it is {config.plan!r}.",
+            "With post-local-sgd each worker has weights of its own, which fit no other plan: give --plan as it was.",
+        )
     for name, value in now.items():
         if name not in CHANGEABLE and before.get(name) != value:
             raise CheckpointError(

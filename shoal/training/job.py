@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal import data, planning
-from shoal.config import TrainConfig
+from shoal.config import TORCH_STRATEGIES, TrainConfig
 from shoal.data import Augment, BatchOrder, Loader, Splits
 from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
@@ -103,16 +103,26 @@ def prepare(
     config = config.model_copy(update={"threads": threads, "device": str(device), "data": splits.name})
     told = tuple(initial.told(model, config)) if fresh else ()
     criterion = _criterion(config, own, device)
-    network = on_one_device(model, config.plan, criterion)
+    network = on_one_device(model, config.plan, criterion, transport)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
         shapes = Shapes(_train_shape(loader), (config.batch, *splits.test.shape), splits.train.task == "segment")
-        network = lay_over_ranks(
-            model, config, transport, shapes, criterion, lambda: own.build(config, splits), planning_progress
-        )
-        # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
-        config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
+
+        def build() -> nn.Module:
+            return own.build(config, splits)
+
+        if config.plan in TORCH_STRATEGIES:
+            from shoal.training.torch_strategies import KINDS, told_of_torch
+
+            told = (*told, *(told_of_torch(model, config.plan) if fresh else ()))
+            config = config.model_copy(update={"batch_norm": "local"})
+            steps = config.epochs * (loader.order.steps_per_epoch // config.accumulate)
+            network = KINDS[config.plan](model, config, transport, shapes, criterion, build, steps)
+        else:
+            network = lay_over_ranks(model, config, transport, shapes, criterion, build, planning_progress)
+            # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
+            config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
     loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
     return replace(equipped(config, splits, network, loader, device, own), told=told)
 
@@ -134,7 +144,8 @@ def equipped(
     own: OwnObjects = NO_OBJECTS,
 ) -> Job:
     """A network and its batches, with what makes steps of gradients."""
-    optimizer = make_optimizer(config, network.module.parameters(), own)
+    optimizer = make_optimizer(config, network.module.parameters(), own, fused=network.fused)
+    network.trained_by(optimizer)
     if config.clip is not None:
         # With the optimizer's own step, whoever asks for it: an exchange averages gradients before.
         longest = config.clip
@@ -147,9 +158,12 @@ def equipped(
 
 
 def make_optimizer(
-    config: TrainConfig, parameters: Iterable[nn.Parameter], own: OwnObjects = NO_OBJECTS
+    config: TrainConfig, parameters: Iterable[nn.Parameter], own: OwnObjects = NO_OBJECTS, *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimizer of these parameters that `config` names, unless there is one of the user's own."""
+    """The optimizer of these parameters that `config` names, unless there is one of the user's own.
+
+    `fused`: in one pass over each parameter, which takes half the time of the update.
+    """
     if own.optimizer is not None:
         return own.optimizer_of(parameters)
     options = config.optimizer_settings()
@@ -157,7 +171,7 @@ def make_optimizer(
     keywords: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **options.model_dump()}
     if options.momentum is not None:
         keywords["momentum"] = config.momentum
-    if "fused" in signature(kind).parameters:  # one pass over each parameter: half the time of the update
+    if fused and "fused" in signature(kind).parameters:
         keywords["fused"] = True
     return kind(parameters, **keywords)
 
@@ -174,7 +188,10 @@ def load_whole(
 ) -> tuple[Splits, Loader, nn.Module]:
     """Data and network, whole, on the device, found to fit each other; nearly every `InputError` is raised here."""
     device = choose_device(config.device)
-    planning.check(config.plan, config.workers)
+    if config.plan in TORCH_STRATEGIES:
+        config.check_equal_shares()
+    else:
+        planning.check(config.plan, config.workers)
     if own.data is not None:
         splits = own.splits(config)
     else:

@@ -25,12 +25,14 @@ from shoal.execution import (
 from shoal.execution.laying import Captured, capture_on_all, lay
 from shoal.execution.whole import holders, parts_of, put_together, tell_holders
 from shoal.finding import choose_plan
+from shoal.finding.auto import gives_losses, price_from_cache
 from shoal.launching import tell_stage
-from shoal.lowering.boundary import IO, even_shares
+from shoal.lowering.boundary import IO, Boundary, even_shares
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.planning import resolve
+from shoal.planning.outlining import outline_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
 from shoal.traffic import Sent, total
@@ -71,12 +73,16 @@ class LaidNetwork(Network):
         parameters: int,
         build: Callable[[], nn.Module],
     ) -> None:
-        super().__init__(module, module.plan, criterion, parameters)
+        super().__init__(module, module.plan, criterion, parameters, transport)
         self.rank, self.ranks = transport.rank, transport.world
         self._tester = tester  # the same as `module` unless test samples have another shape
         self._current = module
-        self._transport, self._shapes, self._io, self._build = transport, shapes, io, build
+        self._shapes, self._io, self._build = shapes, io, build
         self._sent_aside = transport.sent.bytes
+
+    @property
+    def plain(self) -> None:
+        return None
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.module(x, y)
@@ -101,7 +107,7 @@ class LaidNetwork(Network):
         return agreed
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self._transport.gather_numbers(numbers)
+        return self.transport.gather_numbers(numbers)
 
     def training_part(self) -> BatchPart:
         return self._part(self.module, self._shapes.train)
@@ -127,16 +133,16 @@ class LaidNetwork(Network):
         return batches * (total(predicted).bytes - gradients) + gradients
 
     def bytes_sent(self) -> int:
-        return self._transport.sent.bytes - self._sent_aside
+        return self.transport.sent.bytes - self._sent_aside
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """What is sent inside is no part of a training step."""
-        before = self._transport.sent.bytes
+        before = self.transport.sent.bytes
         try:
             yield
         finally:
-            self._sent_aside += self._transport.sent.bytes - before
+            self._sent_aside += self.transport.sent.bytes - before
 
     def states(self, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], OptimizerState]:
         with self._aside():
@@ -168,14 +174,19 @@ class LaidNetwork(Network):
     def _part(self, module: ParallelModule, shape: Shape) -> BatchPart:
         labels = self._shapes.labels(shape)
         if self._io == "share":
-            shares = even_shares(shape[0], self.ranks)
-            start = sum(shares[: self.rank])
-            rows = slice(start, start + shares[self.rank])
-            return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
+            return share_of(shape, labels, self.rank, self.ranks)
         result = module.output_tile(shape[0])
         if result is not None and len(result) > len(labels):  # of scores, which have channels
             result = (*result[:1], *result[2:])
         return BatchPart(_window(module.input_tile(shape[0]), shape), _window(result, labels))
+
+
+def share_of(shape: Shape, labels: Shape, rank: int, ranks: int) -> BatchPart:
+    """A rank's own samples of a batch, whole; shares differ by at most one."""
+    shares = even_shares(shape[0], ranks)
+    start = sum(shares[:rank])
+    rows = slice(start, start + shares[rank])
+    return BatchPart((rows, *_all_of(shape[1:])), (rows, *_all_of(labels[1:])))
 
 
 def replica_of(module: ParallelModule, optimizer: torch.optim.Optimizer, transport: Transport) -> Replica:
@@ -234,7 +245,23 @@ def lay_over_ranks(
 
     module = laid(captured)
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
-    return LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
+    network = LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
+    graph, cuts = captured.graphs[True], dict(module.plan.layers)
+    priced = price_from_cache(
+        captured,
+        cuts,
+        transport,
+        module.plan.name,
+        io=io,
+        batch_norm=config.batch_norm,
+        bucket_bytes=module.bucket_bytes,
+    )
+    network.price = priced
+    if transport.rank == 0:
+        network.outline = outline_of(
+            graph, cuts, Boundary(io, transport.world), module.plan.name, losses=gives_losses(captured), priced=priced
+        )
+    return network
 
 
 def _io_for(plan: str | Plan, captured: Captured, ranks: int) -> IO:

@@ -72,3 +72,42 @@ class Listener:
 
     def ended(self) -> None:
         """Nothing more will be heard, whether the run finished, failed or was interrupted."""
+
+
+@dataclass(frozen=True)
+class Listeners(Listener):
+    """Several, who all hear the same, one after the other."""
+
+    all: tuple[Listener, ...]
+
+    def starting(self, done: str, by: int, of: int) -> None:
+        for listener in self.all:
+            listener.starting(done, by, of)
+
+    def planning(self, done: int, of: int, what: str) -> None:
+        for listener in self.all:
+            listener.planning(done, of, what)
+
+    def started(self, about: About, folder: RunFolder) -> None:
+        for listener in self.all:
+            listener.started(about, folder)
+
+    def stepped(self, steps: int, epoch: int) -> None:
+        for listener in self.all:
+            listener.stepped(steps, epoch)
+
+    def logged(self, metrics: Mapping[str, Any]) -> None:
+        for listener in self.all:
+            listener.logged(metrics)
+
+    def happened(self, what: str, replica: int) -> None:
+        for listener in self.all:
+            listener.happened(what, replica)
+
+    def finished(self, result: RunResult, folder: RunFolder) -> None:
+        for listener in self.all:
+            listener.finished(result, folder)
+
+    def ended(self) -> None:
+        for listener in self.all:
+            listener.ended()

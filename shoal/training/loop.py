@@ -23,6 +23,7 @@ from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
+from shoal.tracing.recording import Recording
 from shoal.training import checkpoint
 from shoal.training.checkpoint import Progress
 from shoal.training.evaluate import Evaluation, evaluate
@@ -49,6 +50,8 @@ class Run:
         self.listener = listener
         self._begun = time.perf_counter() - progress.wall_seconds
         self._first_step = progress.steps
+        steps = job.config.traced_steps(progress.steps, job.total_steps)
+        self._recording = Recording(job.network.transport, steps, job.network.plain) if steps else None
 
     def complete(self) -> RunResult:
         """Train and test what is left of the run, write its result and tell the listener."""
@@ -81,6 +84,8 @@ class Run:
                 if self._stops_early:
                     self._write(metrics, event="warning", text=progress.best.told())
                     break
+            if self._recording is not None:  # the run had fewer steps than were to be recorded
+                self._end_recording(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
             self._save_weights(self.folder.weights)
             if self._keeps_files:
@@ -139,19 +144,47 @@ class Run:
                     warmup_steps=warmup_steps,
                     total_steps=job.total_steps,
                 )
-                progress.losses += train_step(job, list(islice(batches, accumulate)), rate=rate)
+                diary = None if self._recording is None else self._recording.begin_step(progress.steps + 1)
+                reading = time.perf_counter_ns()
+                taken = list(islice(batches, accumulate))
+                if diary is not None:
+                    diary.note("data", "batch", reading)
+                progress.losses += train_step(job, taken, rate=rate)
                 progress.steps += 1
                 progress.position = Position(epoch, step + 1)
                 now = time.perf_counter()
                 progress.step_seconds.append(now - before)
+                if diary is not None:
+                    diary.note_step(int(before * 1e9), int(now * 1e9))
                 before = now
                 self.listener.stepped(progress.steps, epoch)
                 if (step + 1) % config.log_every == 0 or step + 1 == steps_per_epoch:
                     self._log_steps(metrics, rate)
                 if job.network.agreed(bool(stop)):
                     self._interrupt(metrics)
+                if self._recording is not None and self._recording.ends_with(progress.steps):
+                    self._end_recording(metrics)
+                    before = time.perf_counter()
                 if self._test_between(metrics, stop):
                     before = time.perf_counter()
+
+    def _end_recording(self, metrics: MetricsFile) -> None:
+        """Write what was recorded."""
+        assert self._recording is not None
+        config = self.job.config
+        workers = f"{config.workers} worker{'s' if config.workers > 1 else ''}"
+        recorded = self._recording.end(f"{config.model}, plan {self.job.network.plan.name}, {workers}")
+        self._recording = None
+        if recorded is not None and self._keeps_files:
+            trace, missing = recorded
+            with self.folder.writing(self.folder.trace):
+                trace.from_zero().save(self.folder.trace)
+            priced = self.job.network.price
+            if priced is not None and priced.trace is not None:
+                with self.folder.writing(self.folder.predicted_trace):
+                    priced.trace.save(self.folder.predicted_trace)
+            if missing is not None:
+                self._write(metrics, event="warning", text=missing)
 
     def _log_steps(self, metrics: MetricsFile, rate: float) -> None:
         """One line for the steps since the last line."""
@@ -201,8 +234,15 @@ class Run:
         tested = self._evaluate(metrics, stop)
         self.progress.tested = self.progress.steps
         self._keep_best(tested)
-        epoch, step, seconds = self.progress.position.epoch + 1, self.progress.steps, time.perf_counter() - self._begun
-        self._write(metrics, **line_of_test(tested, epoch=epoch, step=step, wall_seconds=seconds))
+        line = line_of_test(
+            tested,
+            epoch=self.progress.position.epoch + 1,
+            step=self.progress.steps,
+            samples=self.progress.steps * self.job.config.samples_per_step,
+            train_seconds=sum(self.progress.step_seconds),
+            wall_seconds=time.perf_counter() - self._begun,
+        )
+        self._write(metrics, **line)
         return tested
 
     def _keep_best(self, tested: Evaluation) -> None:
@@ -218,7 +258,8 @@ class Run:
         return progress.best.stops(config.patience) and progress.position.epoch < config.epochs
 
     def _evaluate(self, metrics: MetricsFile, stop: StopSignal) -> Evaluation:
-        job = self.job
+        job, diary = self.job, self.job.network.transport.diary
+        begun = time.perf_counter_ns()
         with job.tested():
             tested = evaluate(
                 job.network,
@@ -228,6 +269,8 @@ class Run:
                 criterion=job.own.loss_on(job.device),
                 stop=lambda: job.network.agreed(bool(stop)),
             )
+        if diary is not None:
+            diary.note("test", "all of the test set" if tested else "a part of the test set", begun)
         return tested or self._interrupt(metrics)
 
     def _end_epoch(self, metrics: MetricsFile) -> None:
@@ -251,6 +294,8 @@ class Run:
             self._save(metrics)
 
     def _interrupt(self, metrics: MetricsFile) -> NoReturn:
+        if self._recording is not None:
+            self._end_recording(metrics)
         self._save(metrics)
         self.job.network.gather([])  # whoever started the ranks may end them all when the first has left
         position, config = self.progress.position, self.job.config
@@ -296,8 +341,11 @@ class Run:
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
             samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0),
+            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0)
+            if network.counts_bytes
+            else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,
             wall_seconds=time.perf_counter() - self._begun,
+            step_seconds_predicted=None if network.price is None else network.price.seconds,
         )
         return result_of(config, self._about(), tested, measured)

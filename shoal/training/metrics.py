@@ -18,6 +18,7 @@ def line_of_steps(
         "event": "steps",
         "epoch": epoch,
         "step": step,
+        "samples": step * batch,
         "loss": loss,
         "lr": lr,
         "samples_per_sec": steps * batch / max(seconds, 1e-9),
@@ -25,14 +26,21 @@ def line_of_steps(
     }
 
 
-def line_of_test(tested: Evaluation, *, epoch: int, step: int, wall_seconds: float) -> dict[str, Any]:
-    """The line about a test of the weights of `step`."""
+def line_of_test(
+    tested: Evaluation, *, epoch: int, step: int, samples: int, train_seconds: float, wall_seconds: float
+) -> dict[str, Any]:
+    """The line about a test of the weights of `step`, after training on so many samples.
+
+    `train_seconds`: of steps alone, until then; `wall_seconds`: since the first step until the end of this test.
+    """
     line = {
         "event": "test",
         "epoch": epoch,
         "step": step,
         "test_loss": tested.loss,
         "test_accuracy": tested.accuracy,
+        "samples": samples,
+        "train_seconds": train_seconds,
         "wall_seconds": wall_seconds,
     }
     return line if tested.iou is None else {**line, "test_iou": tested.iou}

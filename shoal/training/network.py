@@ -1,4 +1,6 @@
-"""A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`."""
+"""A network in training, as the loop sees it: here whole on one device; over ranks in `laid.py`, and by torch's
+own wrappers in `torch_strategies.py`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import BatchPart
+from shoal.outline import Outline
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.exchanging import Replica
+    from shoal.planning.price import Price
 
 PartOf = Callable[[int], BatchPart]
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -29,13 +33,35 @@ class Network:
     """
 
     rank, ranks = 0, 1
+    counts_bytes = True
+    """Whether all that it sends goes through our transport, where it is counted."""
+    fused = True
+    """Whether optimizers may take one pass over each of its parameters."""
 
-    def __init__(self, module: nn.Module, plan: Plan, criterion: Criterion, parameters: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        criterion: Criterion,
+        parameters: int,
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport = transport or Transport(alone=True)
+        """Between the ranks that the network is laid over; has the diary while steps are recorded."""
         self.module = module
         """What the optimizer trains."""
         self.plan, self._criterion = plan, criterion
         self.parameters = parameters
         """Of the whole network."""
+        self.outline: Outline | None = None
+        """The network under its plan, where it is cut, on rank 0."""
+        self.price: Price | None = None
+        """What a step is predicted to cost, where the cost model knows this network on this machine."""
+
+    @property
+    def plain(self) -> nn.Module | None:
+        """The module where it runs as it is; None where it is laid over ranks."""
+        return self.module
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of this rank's part of a batch, for `backward`. Collective."""
@@ -44,6 +70,9 @@ class Network:
     def gathering(self, *, last: bool) -> AbstractContextManager[None]:
         """Around each of several passes whose gradients add up; ranks sum them with the `last`. Collective."""
         return nullcontext()
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Told once which optimizer steps its parameters."""
 
     def clip_gradients(self, longest: float) -> None:
         """Scale all gradients down so that their norm over the whole network is at most `longest`. Collective."""
@@ -116,9 +145,10 @@ class Network:
         return self.module
 
 
-def on_one_device(module: nn.Module, plan: str, criterion: Criterion) -> Network:
+def on_one_device(module: nn.Module, plan: str, criterion: Criterion, transport: Transport | None = None) -> Network:
     """The module itself. On one rank every plan leaves every layer whole."""
-    return Network(module, Plan(name=plan, ranks=1, layers=(("*", Cut()),)), criterion, count_parameters(module))
+    whole = Plan(name=plan, ranks=1, layers=(("*", Cut()),))
+    return Network(module, whole, criterion, count_parameters(module), transport)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -88,6 +88,7 @@ class Measured:
     peak_memory_bytes: tuple[int, ...]
     """Of this part of the run, per rank."""
     wall_seconds: float
+    step_seconds_predicted: float | None = None
     best: BestTest | None = None
     stopped_early: bool = False
     staleness: Staleness | None = None
@@ -125,6 +126,7 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         per_class=class_scores(about.class_names, tested),
         confusion=None if tested.confusion is None else list(map(list, tested.confusion)),
         step_seconds_median=measured.step_seconds_median,
+        step_seconds_predicted=measured.step_seconds_predicted,
         samples_per_second=measured.samples_per_second,
         bytes_per_step=measured.bytes_per_step,
         peak_memory_bytes=list(measured.peak_memory_bytes),

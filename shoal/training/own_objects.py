@@ -191,16 +191,21 @@ def write_objects(folder: RunFolder, own: OwnObjects) -> None:
             write_text_atomically(folder.objects, json.dumps({"schema": SCHEMA, **names}, indent=2) + "\n")
 
 
-def check_same(run: RunFolder, given: Mapping[str, str]) -> None:
-    """Refuse to go on with a run with other objects than it was begun with, if with any; a `CheckpointError`."""
-    path, folder = run.objects, run.path
+def objects_of(run: RunFolder) -> dict[str, str]:
+    """What each object is called that the run was begun with; a `CheckpointError` where that cannot be read."""
+    path = run.objects
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        written = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        before = {}
+        return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}.", "Restore it, or start another run.") from None
-    before = {name: str(value) for name, value in before.items() if name != "schema"}
+    return {name: str(value) for name, value in written.items() if name != "schema"}
+
+
+def check_same(run: RunFolder, given: Mapping[str, str]) -> None:
+    """Refuse to go on with a run with other objects than it was begun with, if with any; a `CheckpointError`."""
+    before, folder = objects_of(run), run.path
     call = f"shoal.resume({str(folder)!r}, {', '.join(f'{name}=...' for name in before)})"
     for name, value in before.items():
         if name not in given:

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal.config import TrainConfig
+from shoal.errors import ConfigError
 from shoal.files import write_text_atomically
 from shoal.result import RunResult
 from shoal.training import checkpoint
@@ -33,6 +34,8 @@ def train_on_rank(
     heard = listener if transport.rank == 0 else Listener()
     fresh = resumed is None
     job = prepare(config, transport, own, fresh=fresh, ranks_here=ranks_here, planning_progress=heard.planning)
+    if fresh:
+        _check_trace(job)
     with ExitStack() as stack:
         folder, progress = _begin(job, transport, stack) if resumed is None else _go_on(job, transport, resumed, stack)
         if transport.rank == 0:
@@ -43,7 +46,20 @@ def train_on_rank(
             write_objects(folder, own)
             with folder.writing(folder.plan):
                 job.network.plan.save(folder.plan)
+            if job.network.outline is not None:
+                with folder.writing(folder.outline):
+                    job.network.outline.save(folder.outline)
         return Run(job, folder, progress, heard).complete()
+
+
+def _check_trace(job: Job) -> None:
+    """Refuse, on all ranks alike, to record steps that the run does not have."""
+    steps = job.config.traced_steps(0, job.total_steps)
+    if steps and steps[0] > job.total_steps:
+        raise ConfigError(
+            f"trace = {job.config.trace!r} begins after the last of the {job.total_steps} steps of this run.",
+            f"Name steps up to {job.total_steps}, or only how many.",
+        )
 
 
 def _begin(job: Job, transport: Transport, stack: ExitStack) -> tuple[RunFolder, Progress]:

@@ -56,6 +56,21 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def predicted_trace(self) -> Path:
+        """Beside a trace, what the cost model had predicted of a step, where it knew."""
+        return self.path / "predicted_trace.json"
+
+    @property
+    def outline(self) -> Path:
+        """The network under its plan, stage by stage, where it is cut over several workers."""
+        return self.path / "outline.json"
+
+    @property
+    def events(self) -> Path:
+        """A folder of TensorBoard's, where it was asked for."""
+        return self.path / "tensorboard"
+
+    @property
     def checkpoint(self) -> Path:
         """All that is needed to go on."""
         return self.path / "checkpoint.pt"
@@ -80,6 +95,11 @@ class RunFolder:
     def inference(self) -> Path:
         """What the weights need to be used: shape, normalisation, names of classes, network."""
         return self.path / "inference.json"
+
+    @property
+    def trace(self) -> Path:
+        """What all ranks did in the steps that `--trace` records."""
+        return self.path / "trace.json"
 
     @property
     def weights(self) -> Path:

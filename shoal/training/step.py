@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch_part import Batch
+from shoal.diary import BACKWARD_PASS, FORWARD_PASS, now
 from shoal.training.job import Job
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,15 +24,21 @@ def backward(job: Job, batches: Sequence[Batch]) -> Tensor:
 
     Between ranks gradients are summed once, with the last batch.
     """
+    diary = job.network.transport.diary
     job.optimizer.zero_grad(set_to_none=True)
     parts = []
     for number, (x, y) in enumerate(batches, start=1):
         with job.network.gathering(last=number == len(batches)):
+            begun = 0 if diary is None else now()
             with autocast(job):
                 loss = job.network.loss(x.to(job.device), y.to(job.device))
             mean = loss if len(batches) == 1 else loss / len(batches)
+            between = 0 if diary is None else now()
             torch.autograd.backward(mean if job.scaler is None else job.scaler.scale(mean))
         parts.append(job.network.part_in_mean(loss, y))
+        if diary is not None:
+            diary.note("forward", FORWARD_PASS, begun, between)
+            diary.note("backward", BACKWARD_PASS, between)
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
 
 
@@ -39,6 +46,8 @@ def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
     """One step of the optimizer; returns what this rank's loss adds to the mean of the batches, on the device."""
     set_rate(job, rate)
     loss = backward(job, batches)
+    diary = job.network.transport.diary
+    begun = 0 if diary is None else now()
     if job.scaler is None:
         job.optimizer.step()
     else:
@@ -47,6 +56,8 @@ def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
         job.scaler.update()
     if job.average is not None:
         job.average.update()
+    if diary is not None:
+        diary.note("update", "optimizer", begun)
     return loss
 
 

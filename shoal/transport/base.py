@@ -18,13 +18,16 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.diary import Diary, MessageEnd, Underway, now
 from shoal.errors import PeerError, RunError, SilentError, network_trouble, of_network, show_ranks
+from shoal.timeline import Kind
 from shoal.traffic import Sent, ring_bytes, total
 from shoal.transport.groups import Backend, Circle, in_order, meet, members_of
 
@@ -53,6 +56,28 @@ class Waitable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Noted:
+    """What is noted of a work when it was waited for."""
+
+    diary: Diary
+    label: str
+    peers: tuple[int, ...]
+    """In the world."""
+    underway: Underway | None = None
+    """What it is a part of; None where somebody else notes its end."""
+    arrives: MessageEnd | None = None
+    """Where it is a message to this rank: that end of it, but for the time."""
+
+    def waited(self, since: int) -> None:
+        at = now()
+        self.diary.note("wait", self.label, since, at, peers=self.peers)
+        if self.arrives is not None:
+            self.diary.end(self.arrives._replace(at=at))
+        if self.underway is not None:
+            self.underway.done(at)
+
+
+@dataclass(frozen=True, slots=True)
 class _Awaited:
     """A work of c10d, whose failure is raised as one of our errors."""
 
@@ -60,13 +85,17 @@ class _Awaited:
     transport: "Transport"
     ranks: tuple[int, ...]
     label: str
+    noted: _Noted | None = None
 
     def wait(self) -> None:
         """Return when it is done; a PeerError if it cannot be."""
+        since = 0 if self.noted is None else now()
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self.transport.told(error, self.ranks, self.label) from None
+        if self.noted is not None:
+            self.noted.waited(since)
 
 
 class Transport:
@@ -74,6 +103,10 @@ class Transport:
 
     A rank that is gone or silent is a `PeerError` on those that wait for it, and names what they waited for.
     """
+
+    diary: Diary | None = None
+    """Where this rank notes what it does, while it is recorded. Of the class: that of all transports of this process
+    which have none of their own, for a loop of the user's."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         there = dist.is_available() and dist.is_initialized() and not alone
@@ -188,28 +221,64 @@ class Transport:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Sequence[Waitable]:
         """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for."""
-        works = self._begin(sends, receives, tag)
+        works = self._begin(sends, receives, tag, "move")
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
         return works
 
     def _begin(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int, kind: Kind
     ) -> list[_Awaited]:
         everyone, label, works, peer = self._everyone(), self.label, [], self.rank
         bits, networks = NETWORK_TAGS
         tag += self._network() % networks << bits
+        notes = iter(self._notes(sends, receives, tag, kind)) if self.diary is not None else repeat(None)
         try:
             for peer, buffer in receives:
-                works.append(_Awaited(everyone.recv([_real(buffer)], peer, tag), self, (peer,), label))
+                works.append(_Awaited(everyone.recv([_real(buffer)], peer, tag), self, (peer,), label, next(notes)))
             for peer, tensor in sends:
-                works.append(_Awaited(everyone.send([_real(tensor)], peer, tag), self, (peer,), label))
+                works.append(_Awaited(everyone.send([_real(tensor)], peer, tag), self, (peer,), label, next(notes)))
         except RuntimeError as error:
             raise self.told(error, (peer,), label) from None
         return works
 
+    def _notes(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int, kind: Kind
+    ) -> list[_Noted]:
+        """What is noted of these messages when they are waited for, in the order in which they are begun."""
+        diary, label, begun = self.diary, self.label, now()
+        assert diary is not None
+        me, size = self._members[self.rank], sum(tensor.nbytes for _, tensor in sends)
+        peers = tuple(sorted({self._members[peer] for peer, _ in (*sends, *receives)}))
+        count = len(sends) + len(receives)
+        underway = Underway(diary, kind, label, begun=begun, works=count, bytes=size, peers=peers)
+        notes = []
+        for peer, buffer in receives:
+            src = self._members[peer]
+            end = MessageEnd(diary.step, src, me, tag, diary.number(src, me, tag), False, 0, label, buffer.nbytes)
+            notes.append(_Noted(diary, label, (src,), underway, end))
+        for peer, tensor in sends:
+            dst = self._members[peer]
+            diary.end(
+                MessageEnd(diary.step, me, dst, tag, diary.number(me, dst, tag), True, begun, label, tensor.nbytes)
+            )
+            notes.append(_Noted(diary, label, (dst,), underway))
+        return notes
+
     def sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """Add up a tensor over ranks, in place on each."""
+        if self.diary is None or len(ranks) == 1:
+            self._sum(tensor, ranks, purpose)
+            return
+        begun, label, diary = now(), self.label, self.diary
+        self._sum(tensor, ranks, purpose)
+        diary.note("sum", label, begun, peers=self._in_world(ranks))
+
+    def _in_world(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The numbers that other ranks have in the world."""
+        return tuple(self._members[rank] for rank in ranks if rank != self.rank)
+
+    def _sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         if len(ranks) == 2 and tensor.nbytes <= PAIR_BYTES and self._device.type == "cpu":
             self._sum_pair(tensor, ranks)
             return
@@ -221,28 +290,63 @@ class Transport:
         """Two ranks send each other a small tensor, in half of an all-reduce's time. a + b = b + a, also in floats."""
         other = ranks[1 - ranks.index(self.rank)]
         theirs = torch.empty_like(tensor)
-        works = self._begin([(other, tensor)], [(other, theirs)], PAIR_TAG)
+        works = self._begin([(other, tensor)], [(other, theirs)], PAIR_TAG, "sum")
         self._count_sum(tensor, ranks, self.label)
         for work in works:
             work.wait()
         tensor.add_(theirs)
 
-    def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> Waitable | None:
-        """Start such a sum; the tensor is ready when the work is waited for."""
+    def sum_later(
+        self,
+        tensor: Tensor,
+        ranks: tuple[int, ...],
+        purpose: str,
+        *,
+        label: str,
+        kind: Kind = "sum",
+        content: str = "",
+    ) -> Waitable | None:
+        """Start such a sum; the tensor is ready when the work is waited for.
+
+        It counts under `label`; where steps are recorded it is noted as of this `kind`, and of `content`.
+        """
         if len(ranks) == 1:
             return None
         self._count_sum(tensor, ranks, label)
-        return self._reduce_later(tensor, ranks, purpose, label, dist.ReduceOp.SUM)
+        return self._reduce_later(tensor, ranks, purpose, label, dist.ReduceOp.SUM, kind, content)
 
     def _reduce_later(
-        self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, label: str, how: dist.ReduceOp.RedOpType
+        self,
+        tensor: Tensor,
+        ranks: tuple[int, ...],
+        purpose: str,
+        label: str,
+        how: dist.ReduceOp.RedOpType,
+        kind: Kind = "sum",
+        content: str = "",
     ) -> _Awaited:
         group, options = self._group(purpose, ranks), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(how)
+        begun = now()
         try:
-            return _Awaited(group.allreduce([_real(tensor)], options), self, ranks, label)
+            work = group.allreduce([_real(tensor)], options)
         except RuntimeError as error:
             raise self.told(error, ranks, label) from None
+        if self.diary is None:
+            return _Awaited(work, self, ranks, label)
+        return _Awaited(work, self, ranks, label, self._note_reduce(work, tensor, ranks, begun, kind, content or label))
+
+    def _note_reduce(
+        self, work: Any, tensor: Tensor, ranks: tuple[int, ...], begun: int, kind: Kind, label: str
+    ) -> _Noted:
+        """On the CPU torch tells when the sum is done, whoever computes meanwhile; else its end is that of the wait."""
+        assert self.diary is not None
+        peers, size = self._in_world(ranks), ring_bytes(tensor.nbytes, len(ranks), ranks.index(self.rank))
+        underway = Underway(self.diary, kind, label, begun=begun, bytes=size, peers=peers)
+        if self._device.type != "cpu":
+            return _Noted(self.diary, label, peers, underway)
+        work.get_future().add_done_callback(lambda _: underway.done())
+        return _Noted(self.diary, label, peers)
 
     def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The first rank's tensor, in place on all of `ranks`."""
@@ -252,10 +356,13 @@ class Transport:
             self._count((len(ranks) - 1) * tensor.nbytes, len(ranks) - 1, self.label)
         group, options = self._group(purpose, ranks), dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        heard = ranks if self.rank == ranks[0] else ranks[:1]
+        noted = None if self.diary is None else _Noted(self.diary, self.label, self._in_world(heard))
         try:
-            group.broadcast([_real(tensor)], options).wait()
+            work = group.broadcast([_real(tensor)], options)
         except RuntimeError as error:
-            raise self.told(error, ranks if self.rank == ranks[0] else ranks[:1], self.label) from None
+            raise self.told(error, heard, self.label) from None
+        _Awaited(work, self, heard, self.label, noted).wait()
 
     def max(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
         """The largest over ranks, in place on each."""
@@ -360,9 +467,11 @@ class Transport:
         mine = mine.to(self._device)
         table = mine.new_empty((self.world, *mine.shape))
         try:
-            work = _Awaited(everyone.allgather([list(table.unbind())], [mine]), self, ranks, operation)
+            begun = everyone.allgather([list(table.unbind())], [mine])
         except RuntimeError as error:
             raise self.told(error, ranks, operation) from None
+        noted = None if self.diary is None else _Noted(self.diary, f"to agree on {operation}", self._in_world(ranks))
+        work = _Awaited(begun, self, ranks, operation, noted)
 
         def gathered() -> list[Tensor]:
             work.wait()

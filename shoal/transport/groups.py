@@ -191,6 +191,12 @@ def enter_world(rank: int, size: int, table: Store, timeout: float, device: torc
     hear_nobody(opened)
 
 
+def neighbours(ranks: int) -> dist.ProcessGroup:
+    """This rank's group, where every `ranks` of the world, in order, are one. Collective of the world."""
+    made: tuple[dist.ProcessGroup, list[dist.ProcessGroup]] = dist.new_subgroups(ranks)  # type: ignore[no-untyped-call]
+    return made[0]
+
+
 def leave_world() -> None:
     """Wait for all ranks, and let torch forget the world; nothing, where the caller left it already."""
     if dist.is_initialized():

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shoal.timeline import Kind
 from shoal.transport.base import Transport, Waitable
 
 T = TypeVar("T")
@@ -114,7 +115,16 @@ class MemoryTransport(Transport):
         """Add up a tensor over ranks, in place on each."""
         self.sum_later(tensor, ranks, purpose, label=self.label)
 
-    def sum_later(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str, *, label: str) -> _Done | None:
+    def sum_later(
+        self,
+        tensor: Tensor,
+        ranks: tuple[int, ...],
+        purpose: str,
+        *,
+        label: str,
+        kind: Kind = "sum",
+        content: str = "",
+    ) -> _Done | None:
         """The sum is taken at once."""
         if len(ranks) == 1:
             return None

@@ -7,9 +7,11 @@ Costs     memory for one batch of samples and its scores; files are read in a fe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import prod
 from os import PathLike
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,16 @@ from torch.nn import functional as F
 from shoal.data.pixels import in_threads
 from shoal.errors import DataError, ModelError
 from shoal.inference import Inference
+from shoal.using.by_windows import mask_by_windows
 from shoal.using.transform import Sample, Size, Transform, name_of
 
 MOST = 64
 """Samples of a batch unless told otherwise; fewer where they are large:"""
 VALUES = 4_000_000
 """numbers in the samples of a batch."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Hears how many files, or windows of a file, are done, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,26 @@ def predictions(
     samples: Sequence[Sample],
     *,
     batch: int | None = None,
-    size: Size | None = None,
+    size: Size | Literal["windows"] | None = None,
     unreadable: Callable[[str, DataError], None] | None = None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> Iterator[Prediction]:
     """One for each sample, in order. `unreadable` hears of samples that cannot be read, which are left out; without it
     the first of them is raised.
     """
     transform = Transform(inference)
+    if size == "windows" and (inference.task != "segment" or len(inference.input) != 3):
+        raise DataError(
+            'size = "windows" is for networks that give each pixel of an image a class, and this one does not.',
+            "Leave --size out.",
+        )
     if isinstance(samples, str | PathLike) or hasattr(samples, "convert"):  # a single one
         samples = [samples]
+
+    if size == "windows":
+        count = batch or _usual_batch(inference)
+        yield from _by_windows(module, transform, samples, count, unreadable, on_progress)
+        return
 
     def prepared(sample: Sample) -> Tensor | DataError:
         try:
@@ -76,7 +93,7 @@ def predictions(
         except DataError as error:
             return error
 
-    count = batch or max(1, min(MOST, VALUES // prod(inference.input)))
+    count = batch or _usual_batch(inference)
     for start in range(0, len(samples), count):
         chosen = samples[start : start + count]
         read: list[tuple[Sample, Tensor]] = []
@@ -97,6 +114,37 @@ def predictions(
             for sample, mask in zip(same, scores.argmax(1).cpu(), strict=True):
                 own = transform.own_size(sample) if size == "training" else None
                 yield _segmented(name_of(sample), inference.classes, mask, own)
+        on_progress("files", min(start + count, len(samples)), len(samples))
+
+
+def _usual_batch(inference: Inference) -> int:
+    return max(1, min(MOST, VALUES // prod(inference.input)))
+
+
+def _by_windows(
+    module: nn.Module,
+    transform: Transform,
+    samples: Sequence[Sample],
+    count: int,
+    unreadable: Callable[[str, DataError], None] | None,
+    on_progress: OnProgress,
+) -> Iterator[Prediction]:
+    for sample in samples:
+        name = name_of(sample)
+        try:
+            mask = mask_by_windows(
+                transform,
+                sample,
+                partial(_scores, module, name),
+                batch=count,
+                on_windows=partial(on_progress, f"windows of {name}"),
+            )
+        except DataError as error:
+            if unreadable is None:
+                raise
+            unreadable(name, error)
+        else:
+            yield _segmented(name, transform.inference.classes, mask, None)
 
 
 def _scores(module: nn.Module, name: str, x: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from shoal.training.device import device_of_rank, kind_of_device
 from shoal.training.evaluate import evaluate
 from shoal.training.network import Network, on_one_device
 from shoal.training.outcome import class_scores
-from shoal.training.own_objects import PREFIX
+from shoal.training.own_objects import PREFIX, objects_of
+from shoal.training.run_folder import RunFolder
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 from shoal.using.trained import Trained, load
@@ -120,6 +121,7 @@ def on_rank(path: Path, config: EvaluateConfig, ranks_here: int) -> EvaluateResu
         batch=test.batch,
         device=str(where),
         loss=tested.loss,
+        own_loss=_own_loss(path),
         accuracy=tested.accuracy,
         iou=tested.iou,
         per_class=class_scores(test.trained.classes, tested),
@@ -127,6 +129,12 @@ def on_rank(path: Path, config: EvaluateConfig, ranks_here: int) -> EvaluateResu
         seconds=time.perf_counter() - begun,
         versions=versions(),
     )
+
+
+def _own_loss(path: Path) -> str | None:
+    """As the folder of the run calls it, where it had a loss of one's own."""
+    name = objects_of(RunFolder(path if path.is_dir() else path.parent)).get("loss")
+    return None if name is None else name.removeprefix(PREFIX)
 
 
 def _laid(test: _Test, config: EvaluateConfig, transport: Transport) -> Network:

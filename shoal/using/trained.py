@@ -8,6 +8,7 @@ Trust     the folder of a run names the Python code that builds its network, as 
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,11 +53,16 @@ class Trained(nn.Module):
         return scores
 
     def predict(
-        self, samples: Sequence[Sample], *, batch: int | None = None, size: Size | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        batch: int | None = None,
+        size: Size | Literal["windows"] | None = None,
     ) -> list[Prediction]:
         """A prediction for each raw sample, in batches on the network's device. A `DataError` names one that is wrong.
 
-        `size` is for images to segment: see `transform`.
+        `size` is for images to segment: see `transform`; "windows" goes through them by windows as in training, for
+        images too large for memory.
         """
         return list(predictions(self.module, self.inference, samples, batch=batch, size=size))
 

@@ -43,10 +43,16 @@ class Transform:
         """See the head of this file. `size`, where an image to segment has another than in training: "training" resizes
         it, "own" leaves it.
         """
+        x = self._normalised(self._raw(sample, size))
+        return x if self.inference.task == "segment" else resized_to(x[None], self.inference.input)[0]
+
+    def prepared(self, raw: NDArray[Any], name: str) -> Tensor:
+        """Raw values (C, H, W) of a part of an image as the network reads them; `name` is for messages."""
+        return self._normalised(self._checked(raw, name))
+
+    def _normalised(self, raw: NDArray[Any]) -> Tensor:
         known = self.inference.preparation
-        raw = self._raw(sample, size)
-        x = Norm(known.mean, known.std).apply_(torch.from_numpy(np.array(raw, dtype=np.float32))[None])
-        return x[0] if self.inference.task == "segment" else resized_to(x, self.inference.input)[0]
+        return Norm(known.mean, known.std).apply_(torch.from_numpy(np.array(raw, dtype=np.float32))[None])[0]
 
     def own_size(self, sample: Sample) -> tuple[int, ...]:
         """Height and width of an image as it is."""
@@ -86,7 +92,8 @@ class Transform:
         if size is None and own != known[1:]:
             raise DataError(
                 f"{name} is {own[0]}x{own[1]}, but the network was trained on {known[1]}x{known[2]}.",
-                'Choose --size own to leave it as it is, or --size training to have it resized (size="own" in Python).',
+                "Choose --size own to leave it as it is, --size windows to go through it by windows as in training, or "
+                '--size training to have it resized (size="own" in Python).',
             )
         return (known[0], *own)
 
@@ -124,6 +131,8 @@ def _opened(sample: Sample) -> Any:
     """A path, an array or a PIL image; the array of a `.npy` is read."""
     if isinstance(sample, str | PathLike):
         path = Path(sample)
+        if path.name.lower().endswith(".zarr") and path.is_dir():
+            raise DataError(f"{path} is a Zarr, which is read by windows alone.", "Give --size windows, to segment it.")
         if not path.is_file():
             raise DataError(f"there is no file {path}.", "Check its name.")
         return load_array(path) if path.suffix.lower() == ".npy" else path

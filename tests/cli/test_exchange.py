@@ -22,6 +22,7 @@ from shoal.replicas.journal import EVENTS
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import metrics_of, result_of
+from tests.replicas.worlds import free_port
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
@@ -209,6 +210,10 @@ def test_replicas_share_one_budget_of_samples(
     assert len([line for line in metrics_of(tmp_path / "run") if line["event"] == "test"]) == 3
     assert result["test_accuracy"] > 0.5
     assert (tmp_path / "run" / "plan.json").exists()
+    words = {"data": "every layer by sample (n2)", "model": "every layer by channel (c2)"}
+    cut = next((words[word] for word in options if word in words), None)
+    assert result["plan_in_words"] == cut
+    assert ("plan  " in run.stdout) == (cut is not None)
     assert not (tmp_path / "run" / "meeting.json").exists()
     assert not left_behind()
 
@@ -841,6 +846,22 @@ def test_under_torchrun_too_one_replica_that_is_preempted_leaves_in_good_order(m
     assert re.search(r"rank\s*: 0 ", failed), printed[1]
     assert not re.search(r"rank\s*: 1 ", failed)
     assert (out / "checkpoint.pt").exists()
+
+
+def test_where_rank_0_alone_is_asked_to_stop_every_rank_ends_as_stopped(mine: list[str], tmp_path: Path) -> None:
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ["shoal", "train", *mine, *LONG, "--replicas", "2", "--exchange", "downpour", "--out", "run"]
+    ranks = [begin(tmp_path, *command, RANK=number, LOCAL_RANK=number, **world) for number in "01"]
+    try:
+        wait_for(under_way(tmp_path / "run", [0, 1]), ranks[0])
+        ranks[0].send_signal(signal.SIGINT)
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [130, 130], told
+    assert "Go on with: shoal train --resume run" in told[0]
+    assert told[1] == ""  # once is enough
 
 
 @pytest.mark.parametrize("name", ["downpour", *map(thorough, ["allreduce", "dasgd", "backup", "sync"])])

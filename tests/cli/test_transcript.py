@@ -88,8 +88,8 @@ def test_from_a_folder_of_images_to_a_network_in_use(
     assert (tmp_path / "runs/mine/model.safetensors").read_bytes() != before
     assert len(tested) == 3
     for text in tested:
-        assert f"accuracy  {result['test_accuracy']:.4f}" in text
-        assert f"loss      {result['test_loss']:.4f}" in text
+        assert f"accuracy       {result['test_accuracy']:.4f}" in text
+        assert f"cross entropy  {result['test_loss']:.4f}" in text
     assert "2 workers, plan spatial" in tested[1]
 
     # Elsewhere: the exported program needs no code of anybody's.

@@ -63,6 +63,10 @@ def test_a_network_that_segments(shoal: Shoal, shoal_here: Shoal, tmp_path: Path
     with Image.open(tmp_path / "wide/wide.png") as image:
         assert image.size == (24, 8)
     assert shoal_here("predict", "run", "wide.png", "--size", "own").returncode == 0
+    Image.fromarray(np.zeros((20, 40), dtype=np.uint8)).save(tmp_path / "large.png")
+    assert shoal_here("predict", "run", "large.png", "--size", "windows", "--out", "large").returncode == 0
+    with Image.open(tmp_path / "large/large.png") as image:
+        assert image.size == (40, 20)
     over = shoal_here("predict", "run", "wide.png", "--out", ".", "--size", "own")
     assert over.returncode == 2
     assert "would be written over an image" in over.stderr

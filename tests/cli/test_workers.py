@@ -43,7 +43,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
-    times = ("samples_per_sec", "step_time_ms", "wall_seconds")
+    times = ("samples_per_sec", "step_time_ms", "train_seconds", "wall_seconds")
     return [{k: v for k, v in line.items() if k not in times} for line in metrics_of(folder)]
 
 

@@ -13,17 +13,31 @@ from typing import Any
 import pytest
 
 from shoal.config import TrainConfig
+from shoal.diary import now
 from shoal.errors import PeerError, RunError
 from shoal.exchanges import Holding
 from shoal.exchanging import Seat, Tally
 from shoal.replicas.conducting import Conducting
 from shoal.replicas.effects import WriteOwn
-from shoal.replicas.orders import HandedIn, NextBatches, PlanChosen, Step, StepsDone, question_head
+from shoal.replicas.orders import (
+    AskTime,
+    HandedIn,
+    NextBatches,
+    PlanChosen,
+    Step,
+    StepsDone,
+    Time,
+    Traced,
+    question_head,
+    read_order,
+)
 from shoal.replicas.recorder import Recorder
+from shoal.timeline import Slice, Trace
+from shoal.tracing.clocks import own_clock
 from shoal.training.listener import Listener
 from shoal.training.metrics import MetricsFile
 from shoal.training.run_folder import RunFolder
-from shoal.transport.links import JSON, LOOPBACK, connect
+from shoal.transport.links import JSON, LOOPBACK, LinkLost, connect
 from tests.replicas.runs import about_a_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -244,6 +258,41 @@ def test_a_file_that_a_full_disk_does_not_take_ends_the_run(monkeypatch: pytest.
         assert seat.ask(question_head(PlanChosen("{}"))).head["order"] == "noted"
         is_over_with_a_full_disk(conducting, folder / "plan.json")
         assert seat.ask(question_head(NextBatches())).head["order"] == "stop"
+
+
+def test_traces_of_replicas_become_one_file(tmp_path: Path) -> None:
+    """One that cannot be read is told of, and ends nothing."""
+    folder, slices = tmp_path / "run", (Slice("step", 0, "step 6", 70.0, 71.0, "steps", 6),)
+    text = json.dumps(Trace("mine", "measured", ("a rank",), slices).to_chrome()).encode()
+    with conducted(folder, **ASYNCHRONOUS, trace=3) as conducting, ExitStack() as closing:
+        seats = [Seat(conducting.meeting, rank=0, replica=n, pids=[], heartbeat=0.2) for n in range(2)]
+        for seat in seats:
+            closing.callback(seat.hang_up)
+        time_there = read_order(seats[0].ask(question_head(AskTime())).head)
+        assert isinstance(time_there, Time)
+        assert time_there.clock == own_clock()
+        assert 0 <= now() - time_there.nanoseconds < 60e9
+        assert seats[1].ask(question_head(Traced("half of it")), [text]).head["order"] == "noted"
+        assert Trace.load(folder / "trace.json").ranks == ("a rank",)
+        assert seats[0].ask(question_head(Traced()), [b"{}"]).head["order"] == "noted"
+        assert seats[0].ask(question_head(Traced()), [text]).head["order"] == "noted"
+        assert conducting.error is None
+    both = Trace.load(folder / "trace.json")
+    assert both.ranks == ("a rank", "a rank")
+    assert [(piece.rank, piece.start, piece.end) for piece in both.slices] == [(0, 0.0, 1.0), (1, 0.0, 1.0)]
+    told = (folder / "metrics.jsonl").read_text()
+    assert "replica 1: half of it" in told
+    assert "the trace of replica 0 cannot be read" in told
+
+
+def test_a_trace_that_nobody_asked_for_is_nonsense(tmp_path: Path) -> None:
+    with conducted(tmp_path / "run", **ASYNCHRONOUS) as conducting, ExitStack() as closing:
+        seat = Seat(conducting.meeting, rank=0, replica=0, pids=[], heartbeat=0.2)
+        closing.callback(seat.hang_up)
+        seat.send(question_head(Traced()), [b"{}"])
+        with pytest.raises(LinkLost):
+            seat.hear()
+    assert not (tmp_path / "run" / "trace.json").exists()
 
 
 def test_a_checkpoint_waits_for_the_files_of_every_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shoal.errors import MessageError
 from shoal.exchanging import Tally
 from shoal.replicas.orders import (
+    AskTime,
     Batch,
     HasTested,
     Leave,
@@ -28,6 +29,8 @@ from shoal.replicas.orders import (
     Step,
     StepsDone,
     Stop,
+    Time,
+    Traced,
     Train,
     Wait,
     order_head,
@@ -49,6 +52,9 @@ QUESTIONS: list[Question] = [
     HasTested(2, Evaluation(0.5, 0.75, None)),
     HasTested(2, Evaluation(0.5, 0.75, 0.5)),
     PlanChosen("{}"),
+    AskTime(),
+    Traced(),
+    Traced("the trace is full."),
     Leaving(DONE),
 ]
 ORDERS: list[Order] = [
@@ -59,6 +65,7 @@ ORDERS: list[Order] = [
     Leave(),
     Stop(),
     Noted(),
+    Time(12, "a host"),
 ]
 
 
@@ -122,6 +129,7 @@ WRONG = [
     {"ask": "tested", "after": 1, "evaluation": {"loss": 1.0}},
     {"ask": "tested", "after": 1, "evaluation": {"loss": "low", "accuracy": 1.0, "iou": None}},
     {"ask": "plan", "plan": 3},
+    {"ask": "traced", "missing": 3},
 ]
 
 

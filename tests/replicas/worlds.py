@@ -82,7 +82,7 @@ class Rank:
         return code
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that nobody has, and that the system gives to no connection in the seconds until rank 0 listens there."""
     while True:
         with socket.socket() as free, suppress(OSError):
@@ -93,7 +93,7 @@ def _free_port() -> int:
 @contextmanager
 def world(ranks: int, *cases: str) -> Iterator[list[Rank]]:
     """So many ranks that run these cases. No process outlives it."""
-    port = _free_port()
+    port = free_port()
     started = [Rank(number, ranks, port, cases) for number in range(ranks)]
     try:
         yield started

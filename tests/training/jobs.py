@@ -22,26 +22,31 @@ STEPS = 3
 class Net(nn.Module):
     """Two convolutions and a head in float64: under every plan some layer sends something."""
 
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self, channels: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self._dropout = dropout
         self.a = nn.Conv2d(channels, 8, 3, padding=1)
         self.b = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.a(x.to(self.a.weight.dtype)))
-        result: Tensor = self.head(F.relu(self.b(x)).mean((2, 3)))
+        x = F.relu(self.b(x))
+        if self._dropout:
+            x = F.dropout(x, self._dropout, self.training)
+        result: Tensor = self.head(x.mean((2, 3)))
         return result
 
 
-def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64") -> nn.Module:
+def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64", dropout: float = 0.0) -> nn.Module:
     """The factory that `--model` names."""
-    return Net(input[0], classes).to(getattr(torch, dtype))
+    return Net(input[0], classes, dropout).to(getattr(torch, dtype))
 
 
 def settings(**more: Any) -> TrainConfig:
     common = {"model": f"{Path(__file__)}:net", "data": "synthetic", "input": (3, 8, 8), "classes": 4, "batch": 8}
-    return TrainConfig(**{**common, "bucket_bytes": 1 << 16, "threads": 1, "device": "cpu", **more})
+    buckets = {} if more.get("plan") in ("fsdp2", "post-local-sgd") else {"bucket_bytes": 1 << 16}
+    return TrainConfig(**{**common, **buckets, "threads": 1, "device": "cpu", **more})
 
 
 def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
@@ -138,3 +143,16 @@ def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
     assert kind.get("ema") is None or resumed.average is not None
     ours, theirs = state_of(resumed), state_of(whole)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def post_local(kind: dict[str, Any]) -> tuple[float, float, float, float]:
+    """One number of the weights after some steps on its own: of this rank, of the other, their mean, and as tested."""
+    job = prepare(settings(plan="post-local-sgd", workers=2, **kind), Transport())
+    trained(job)
+    weight = job.network.module.get_parameter("head.bias")
+    own, other = (row[0] for row in job.network.gather([float(weight[0])]))
+    mean = job.network.states(job.optimizer)[0]["head.bias"][0]
+    with job.network.evaluating():
+        tested = float(weight[0])
+    assert float(weight[0]) == (own, other)[job.network.rank]  # it goes on with its own
+    return own, other, float(mean), tested

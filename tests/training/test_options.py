@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from tests.conftest import RunOnRanks
 from tests.training import jobs
 
 PLANS = ["data", "model", "spatial", "2x2"]
-KINDS = [
+KINDS: list[dict[str, Any]] = [
     {"optimizer": "adam", "optimizer_options": {"amsgrad": True}, "clip": 0.1, "accumulate": 2, "ema": 0.9},
     {"optimizer": "adamw", "optimizer_options": {"betas": [0.8, 0.9]}},
     {"optimizer": "rmsprop", "momentum": 0.5, "optimizer_options": {"centered": True}},

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config import PlanConfig, Settings, TrainConfig, VerifyConfig, read_recipe
+from shoal.config import Checked, CompareConfig, PlanConfig, TrainConfig, VerifyConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.machine import cores
 from shoal.optimizers import OPTIMIZERS
@@ -19,19 +19,20 @@ FLAGS = {
     + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
     "accumulate clip label_smoothing amp ema "
     "replicas exchange exchange_options slow race "
-    "bucket_bytes device out eval_every patience eval_steps checkpoint_every log_every",
+    "bucket_bytes device out eval_every patience eval_steps checkpoint_every log_every tensorboard trace",
     VerifyConfig: SHARED + "steps dtype tolerance",
+    CompareConfig: "plans exchanges workers replicas seeds baseline target rates rate_epochs rounds out",
 }
 
 
 @pytest.mark.parametrize("settings", FLAGS)
-def test_settings_are_pinned(settings: type[Settings]) -> None:
+def test_settings_are_pinned(settings: type[Checked]) -> None:
     """A new setting is a decision: it becomes a flag, and of training a recipe's key and a line of config.yaml."""
     assert list(settings.model_fields) == FLAGS[settings].split()
 
 
 @pytest.mark.parametrize("settings", FLAGS)
-def test_every_setting_explains_itself(settings: type[Settings]) -> None:
+def test_every_setting_explains_itself(settings: type[Checked]) -> None:
     assert all(field.description for field in settings.model_fields.values())
 
 

@@ -2,6 +2,7 @@
 
 import re
 from itertools import combinations
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -9,14 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.cluster import Cluster
+from shoal.errors import InputError
 from shoal.execution.laying import Captured, capture_modes
 from shoal.finding.auto import cost_model, gives_losses
+from shoal.lowering.boundary import Boundary, even_shares, step_program
+from shoal.outline import Outline
 from shoal.partition import Cut
 from shoal.planning import resolve
-from shoal.planning.picture import BOX_HEIGHT, BOX_WIDTH, COLOURS, edge_bytes, kind_of, picture
+from shoal.planning.outlining import edge_bytes, outline_of
 from shoal.planning.price import Price, price
 from shoal.planning.stages import stages_of
 from shoal.profiling.measured import Analytic
+from shoal.reporting.picture import BOX_HEIGHT, BOX_WIDTH, COLOURS, kind_of, numbers_of, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -46,9 +51,14 @@ def captured() -> Captured:
 
 
 def drawn(captured: Captured, plan: str, ranks: int, title: str = "") -> ElementTree.Element:
+    return ElementTree.fromstring(picture(outlined(captured, plan, ranks), title=title))
+
+
+def outlined(captured: Captured, plan: str, ranks: int, priced: Price | None = None) -> Outline:
     graph = captured.graphs[True]
     cuts = resolve(plan, graph, ranks).cuts
-    return ElementTree.fromstring(picture(graph, cuts, ranks, title=title, losses=True))
+    losses = gives_losses(captured)
+    return outline_of(graph, cuts, Boundary("tile", ranks), plan, losses=losses, priced=priced)
 
 
 def texts(root: ElementTree.Element) -> list[str]:
@@ -87,8 +97,9 @@ def edges_and_price(captured: Captured, plan: str) -> tuple[dict[tuple[str, str]
     graph = captured.graphs[True]
     cuts = resolve(plan, graph, 4).cuts
     model = cost_model(captured, Analytic(Cluster.load("titan-4")), 4)
-    edges = edge_bytes(graph, cuts, 4, 4, losses=gives_losses(captured))
-    return edges, price(model, cuts, plan)
+    shares = even_shares(graph.batch, 4)
+    program = step_program(graph, cuts, Boundary("tile", 4), shares, losses=gives_losses(captured))
+    return edge_bytes(program, 4), price(model, cuts, plan)
 
 
 def test_bytes_on_the_edges_are_those_of_the_price(captured: Captured) -> None:
@@ -110,6 +121,38 @@ def test_by_sample_only_gradients_travel(captured: Captured) -> None:
     edges, known = edges_and_price(captured, "data")
     assert edges == {}
     assert known.bytes > 0
+
+
+@pytest.mark.parametrize("plan", ["data", "model", "owt", "spatial"])
+def test_an_outline_says_what_the_price_says_and_reads_back(captured: Captured, plan: str, tmp_path: Path) -> None:
+    _, known = edges_and_price(captured, plan)
+    outline = outlined(captured, plan, 4, known)
+    assert outline.step_seconds == known.seconds
+    computing = sum(stage.compute_seconds or 0.0 for stage in outline.stages)
+    assert computing == pytest.approx(sum(row.compute for row in known.layers))
+    assert outline.row_bytes + outline.gradient_bytes <= known.bytes
+    if plan == "data":  # gradients, and the shares of the loss
+        assert outline.gradient_bytes == pytest.approx(known.bytes, rel=0.02)
+    outline.save(tmp_path / "outline.json")
+    assert Outline.load(tmp_path / "outline.json") == outline
+
+
+def test_pointing_at_a_stage_shows_its_numbers(captured: Captured) -> None:
+    outline = outlined(captured, "data", 4, edges_and_price(captured, "data")[1])
+    told = numbers_of(next(stage for stage in outline.stages if stage.name == "first"), outline)
+    assert told[:4] == ["first", "output 8 x 8 x 12 x 12", "cut n4: 4 of 4 ranks", "224 parameters"]
+    assert told[4] == "sums of gradients: 5.2 KiB per step"  # 2 (4 - 1) x 224 x 4
+    assert "computing" in told[5]
+    shown = [title.text for title in drawn(captured, "data", 4).iter(f"{SVG}title")]
+    assert len(shown) == len(outline.stages)
+    assert any("224 parameters" in (text or "") for text in shown)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": "shoal.outline/1", "plan": "x", "ranks": 0}'])
+def test_what_is_no_outline_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "outline.json").write_text(text)
+    with pytest.raises(InputError, match=r"outline\.json"):
+        Outline.load(tmp_path / "outline.json")
 
 
 def test_kinds_have_colours() -> None:

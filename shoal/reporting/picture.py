@@ -1,23 +1,19 @@
-"""A network with its cuts as an SVG picture: stages top to bottom, branches side by side, re-cuts on the edges.
+"""A network under a plan as an SVG picture: stages top to bottom, branches side by side, re-cuts on the edges.
 
-Each stage is a box with its name, followers, output shape and cut. The colour is the kind of cut, the small drawing
-the output tensor with the lines along which it is cut. An edge over which rows travel between ranks is thick and bears
-their bytes in one step, forward and backward together. Pure: text in, text out.
+Each stage is a box with its name, followers, output shape and cut, and its numbers where one points at it. The colour
+is the kind of cut, the small drawing the output tensor with the lines along which it is cut. An edge over which rows
+travel between ranks is thick and bears their bytes in one step, forward and backward together. Elements have classes,
+by which a page gives them other colours. Pure: an outline in, text out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 
-from shoal.graph import LayerGraph
-from shoal.lowering.boundary import Boundary, even_shares, step_program
-from shoal.lowering.program import Compute, Fetch, Settle
-from shoal.moves import Move
+from shoal.outline import Outline, OutlineStage
 from shoal.partition import Cut
-from shoal.planning.costs import flowing_values
-from shoal.planning.stages import stages_of
-from shoal.units import show_bytes
+from shoal.units import show_bytes, show_seconds
 
 COLOURS = {
     "n": ("#dbeafe", "#2563eb", "by sample (n)"),
@@ -30,6 +26,15 @@ COLOURS = {
 """Fill, line and words of every kind of cut."""
 TRAVEL = "#b91c1c"
 """Of whatever goes from rank to rank."""
+INK, SOFT, FAINT, EDGE = "#0f172a", "#334155", COLOURS["whole"][1], "#94a3b8"
+_CLASSES = {
+    **{line: f"cut-{'space' if kind == 'h/w' else kind}" for kind, (_, line, _) in COLOURS.items()},
+    TRAVEL: "travel",
+    INK: "ink",
+    SOFT: "soft",
+    EDGE: "line",
+}
+"""By which a page that is dark finds what to give other colours."""
 BOX_WIDTH, BOX_HEIGHT = 272, 62
 GAP_X, GAP_Y = 28, 40
 LANE = 16
@@ -51,23 +56,11 @@ def kind_of(cut: Cut) -> str:
     return "whole" if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A stage, an input or the end."""
-
-    name: str
-    words: str
-    shape: tuple[int, ...]
-    cut: Cut | None
-    reads: tuple[str, ...]
-    """Names of the boxes that it reads."""
-
-
 @dataclass
 class _Place:
     """A box, or a lane through which an edge passes a row."""
 
-    box: _Box | None
+    box: OutlineStage | None
     row: int
     above: list["_Place"] = field(default_factory=list)
     below: list["_Place"] = field(default_factory=list)
@@ -80,7 +73,7 @@ class _Place:
     @property
     def light(self) -> bool:
         """Whether it stands aside: an input that joins the network further down."""
-        return self.box is not None and self.box.cut is None and self.row > 0
+        return self.box is not None and self.box.is_input and self.row > 0
 
     @property
     def weight(self) -> float:
@@ -88,46 +81,39 @@ class _Place:
         return 0.02 if self.box is None or self.light else 1.0
 
 
-def picture(
-    graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, *, title: str = "", losses: bool = False, itemsize: int = 4
-) -> str:
-    """The SVG text; `losses`: the network ends in one loss per sample.
-
-    Costs a lowering of the network; a cut that does not fit is a `PlanError`.
-    """
-    boxes = _boxes(graph, cuts)
-    rows, chains = _layers(boxes)
+def picture(outline: Outline, *, title: str = "") -> str:
+    """The SVG text."""
+    rows, chains = _layers(outline.stages)
+    kinds = {kind_of(stage.parsed_cut()) for stage in outline.stages if not stage.is_input}
     _order(rows)
     width = _place(rows)
-    sent = edge_bytes(graph, cuts, ranks, itemsize, losses=losses)
-    home = _homes(graph)
-    by_edge: dict[tuple[str, str], int] = {}
-    for (source, reader), amount in sent.items():
-        edge = home.get(source, source), home.get(reader, reader)
-        by_edge[edge] = by_edge.get(edge, 0) + amount
+    by_edge = {(edge.source, edge.reader): edge.bytes for edge in outline.edges}
+    subtitle = (
+        f"{show_bytes(outline.row_bytes)} of rows travel between ranks in one step, beside sums of gradients and "
+        "statistics"
+    )
     tops = [HEAD + index * (BOX_HEIGHT + GAP_Y) for index in range(len(rows))]
-    width = max(width + 2 * MARGIN, _legend_width() + 2 * MARGIN, 9 * len(title) + 2 * MARGIN)
+    width = max(width + 2 * MARGIN, _legend_width(kinds) + 2 * MARGIN, 9 * len(title) + 2 * MARGIN, 6 * len(subtitle))
     height = HEAD + len(rows) * (BOX_HEIGHT + GAP_Y) - GAP_Y + MARGIN
     shift = (width - _extent(rows)) / 2
     for row in rows:
         for place in row:
             place.x += shift
-    total = sum(sent.values())
-    subtitle = f"{show_bytes(total)} of rows travel between ranks in one step, beside sums of gradients and statistics"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>',
-        _text(MARGIN, 30, title, 18, "#0f172a", weight="bold"),
-        _text(MARGIN, 50, subtitle, 12, "#475569"),
-        *_legend(),
+        f'<rect class="paper" width="{width:.0f}" height="{height:.0f}" fill="white"/>',
+        _text(MARGIN, 30, title, 18, INK, weight="bold"),
+        _text(MARGIN, 50, subtitle, 12, FAINT),
+        *_legend(kinds),
     ]
     labels: list[str] = []
     for (source, reader), chain in chains.items():
         parts.append(_edge(chain, tops, by_edge.get((source, reader)), labels))
     for place in (place for row in rows for place in row if place.box is not None):
-        parts.append(_draw_box(place, tops[place.row], ranks))
-        within = by_edge.get((place.box.name, place.box.name), 0) if place.box else 0
+        assert place.box is not None
+        parts.append(_draw_box(place, tops[place.row], outline))
+        within = by_edge.get((place.box.name, place.box.name), 0)
         if within:  # partial sums that are added up before a follower of the same stage
             labels.append(
                 _pill(place.x + BOX_WIDTH - 52, tops[place.row] + BOX_HEIGHT + 3, f"sums {show_bytes(within)}")
@@ -135,80 +121,34 @@ def picture(
     return "\n".join([*parts, *labels, "</svg>"]) + "\n"
 
 
-# What is drawn
+def numbers_of(stage: OutlineStage, outline: Outline) -> list[str]:
+    """What is shown where one points at a stage, a line each."""
+    lines = [stage.name, f"output {_shape(stage)}"]
+    if stage.is_input:
+        return lines
+    cut = stage.parsed_cut()
+    lines.append(f"cut {cut}: {cut.parts} of {outline.ranks} ranks")
+    if stage.parameters:
+        lines.append(f"{stage.parameters:,} parameters")
+    if rows := outline.rows_into(stage.name):
+        lines.append(f"rows to it: {show_bytes(rows)} per step")
+    if stage.gradient_bytes:
+        lines.append(f"sums of gradients: {show_bytes(stage.gradient_bytes)} per step")
+    if stage.compute_seconds is not None:
+        lines.append(f"predicted: {show_seconds(stage.compute_seconds)} computing")
+    if stage.communication_seconds:
+        lines.append(f"predicted: {show_seconds(stage.communication_seconds)} communicating")
+    return lines
 
 
-def _homes(graph: LayerGraph) -> dict[str, str]:
-    return {op.layer.name: stage.name for stage in stages_of(graph, 1) for op in stage.ops}
-
-
-def _boxes(graph: LayerGraph, cuts: Mapping[str, Cut]) -> list[_Box]:
-    """In an order in which each reads only what stands before it; layers that do not see the batch are left out."""
-    home = _homes(graph)
-    stages = {stage.name: stage for stage in stages_of(graph, 1)}
-    read = {name for stage in stages.values() for _, name in stage.reads}
-    boxes = [_Box(name, "input", spec.shape, None, ()) for name, spec in graph.inputs.items() if name in read]
-    for stage in stages.values():
-        reads = [home.get(name, name) for _, name in stage.reads]
-        known = {box.name for box in boxes}
-        words = " + ".join(_word(op.layer.op) for op in stage.ops)
-        shape = stage.ops[-1].layer.output.shape
-        sources = tuple(name for name in dict.fromkeys(reads) if name in known)
-        boxes.append(_Box(stage.name, words, shape, cuts.get(stage.name, Cut()), sources))
-    return boxes
-
-
-def _word(op: str) -> str:
-    return op.split(".")[1].strip("_")
-
-
-def edge_bytes(
-    graph: LayerGraph, cuts: Mapping[str, Cut], ranks: int, itemsize: int, *, losses: bool
-) -> dict[tuple[str, str], int]:
-    """Bytes between ranks over the edges of layers where rows travel, forward and backward.
-
-    An edge that takes the tiles which another one brings has 0.
-
-    Partial sums that are added up after a layer are on the edges to its readers, shared evenly.
-    """
-    shares = even_shares(graph.batch, ranks)
-    program = step_program(graph, cuts, Boundary("tile", ranks), shares, losses=losses)
-    flowing = flowing_values(graph)
-    by_edge: dict[tuple[str, str], int] = {}
-    moving: set[int] = set()
-    readers: dict[str, list[str]] = {}
-    for layer in graph.layers:
-        for name in layer.reads:
-            readers.setdefault(name, []).append(layer.name)
-
-    def bytes_of(moves: Sequence[Move], value: str) -> int:
-        size = itemsize if graph.specs[value].differentiable else 8
-        return sum(move.elements for move in moves) * size * (1 + (value in flowing))
-
-    for instruction in program.instructions:
-        match instruction:
-            case Fetch(identity=False) as fetch:
-                if amount := bytes_of(fetch.moves, fetch.value):
-                    edge = fetch.value, fetch.reader
-                    by_edge[edge] = by_edge.get(edge, 0) + amount
-                    moving.add(fetch.key)
-            case Settle(value=value, moves=moves):
-                for reader in readers.get(value, ()):
-                    share = bytes_of(moves, value) // len(readers[value])
-                    by_edge[value, reader] = by_edge.get((value, reader), 0) + share
-            case Compute(placed=placed, sources=sources):
-                for argument, reference in placed.layer.tensors:
-                    if sources.get(argument) in moving:
-                        by_edge.setdefault((reference.name, placed.layer.name), 0)
-            case Fetch():
-                pass
-    return by_edge
+def _shape(stage: OutlineStage) -> str:
+    return " x ".join(map(str, stage.shape))
 
 
 # Where it is drawn
 
 
-def _layers(boxes: Sequence[_Box]) -> tuple[list[list[_Place]], dict[tuple[str, str], list[_Place]]]:
+def _layers(boxes: Sequence[OutlineStage]) -> tuple[list[list[_Place]], dict[tuple[str, str], list[_Place]]]:
     """Rows by the longest way from an input, and for every edge its places from source to reader."""
     depth: dict[str, int] = {}
     readers: dict[str, list[str]] = {}
@@ -320,41 +260,51 @@ def _spread(row: Sequence[_Place], wanted: Sequence[float]) -> None:
 
 def _text(x: float, y: float, text: str, size: int, fill: str, *, weight: str = "normal", anchor: str = "start") -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" font-weight="{weight}" '
+        f'<text{_class_of(fill)} x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" font-weight="{weight}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'
     )
 
 
-def _draw_box(place: _Place, top: float, ranks: int) -> str:
-    box = place.box
-    assert box is not None
-    shape = " x ".join(map(str, box.shape))
-    if box.cut is None:
-        middle = place.x + BOX_WIDTH / 2
-        return "\n".join(
-            [
-                f'<rect x="{place.x + 40:.1f}" y="{top + 12:.1f}" width="{BOX_WIDTH - 80}" height="{BOX_HEIGHT - 12}" '
-                'rx="19" fill="white" stroke="#94a3b8"/>',
-                _text(middle, top + 34, _shortened(box.name, 22), 12, "#0f172a", weight="bold", anchor="middle"),
-                _text(middle, top + 51, shape, 11, "#475569", anchor="middle"),
-            ]
-        )
-    fill, line, _ = COLOURS[kind_of(box.cut)]
-    parts = f"{box.cut.parts} of {ranks} ranks" if box.cut.parts < ranks else ""
+def _class_of(colour: str) -> str:
+    """By which a page finds what has this colour."""
+    return f' class="{_CLASSES[colour]}"' if colour in _CLASSES else ""
+
+
+def _draw_box(place: _Place, top: float, outline: Outline) -> str:
+    stage = place.box
+    assert stage is not None
+    told = escape("\n".join(numbers_of(stage, outline)))
+    shapes = _input_shapes(place, stage, top) if stage.is_input else _stage_shapes(place, stage, top, outline.ranks)
+    return "\n".join([f'<g class="stage"><title>{told}</title>', *shapes, "</g>"])
+
+
+def _input_shapes(place: _Place, stage: OutlineStage, top: float) -> list[str]:
+    middle = place.x + BOX_WIDTH / 2
+    return [
+        f'<rect class="paper line" x="{place.x + 40:.1f}" y="{top + 12:.1f}" width="{BOX_WIDTH - 80}" '
+        f'height="{BOX_HEIGHT - 12}" rx="19" fill="white" stroke="{EDGE}"/>',
+        _text(middle, top + 34, _shortened(stage.name, 22), 12, INK, weight="bold", anchor="middle"),
+        _text(middle, top + 51, _shape(stage), 11, FAINT, anchor="middle"),
+    ]
+
+
+def _stage_shapes(place: _Place, stage: OutlineStage, top: float, ranks: int) -> list[str]:
+    cut = stage.parsed_cut()
+    fill, line, _ = COLOURS[kind_of(cut)]
+    parts = f"{cut.parts} of {ranks} ranks" if cut.parts < ranks else ""
     left = place.x + 62
-    room = int((BOX_WIDTH - 76 - 9 * len(str(box.cut))) / 7.7)
-    return "\n".join(
-        [
-            f'<rect x="{place.x:.1f}" y="{top:.1f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
-            f'stroke="{line}" stroke-width="1.3"/>',
-            _glyph(place.x + 8, top + 9, 46, 44, box.shape, box.cut, line),
-            _text(left, top + 18, _shortened(box.name, room), 12, "#0f172a", weight="bold"),
-            _text(left, top + 34, _shortened(box.words, 33), 11, "#334155"),
-            _text(left, top + 51, shape, 11, "#334155"),
-            _text(place.x + BOX_WIDTH - 8, top + 18, str(box.cut), 13, line, weight="bold", anchor="end"),
-            _text(place.x + BOX_WIDTH - 8, top + 51, parts, 10, line, anchor="end"),
-        ]
-    )
+    room = int((BOX_WIDTH - 76 - 9 * len(str(cut))) / 7.7)
+    words = " + ".join(stage.operators)
+    return [
+        f'<rect class="box {_CLASSES[line]}" x="{place.x:.1f}" y="{top:.1f}" width="{BOX_WIDTH}" '
+        f'height="{BOX_HEIGHT}" rx="7" fill="{fill}" stroke="{line}" stroke-width="1.3"/>',
+        _glyph(place.x + 8, top + 9, 46, 44, stage.shape, cut, line),
+        _text(left, top + 18, _shortened(stage.name, room), 12, INK, weight="bold"),
+        _text(left, top + 34, _shortened(words, 33), 11, SOFT),
+        _text(left, top + 51, _shape(stage), 11, SOFT),
+        _text(place.x + BOX_WIDTH - 8, top + 18, str(cut), 13, line, weight="bold", anchor="end"),
+        _text(place.x + BOX_WIDTH - 8, top + 51, parts, 10, line, anchor="end"),
+    ]
 
 
 def _glyph(x: float, y: float, width: float, height: float, shape: tuple[int, ...], cut: Cut, line: str) -> str:
@@ -381,7 +331,7 @@ def _glyph(x: float, y: float, width: float, height: float, shape: tuple[int, ..
 def _lines(segments: Sequence[tuple[float, float, float, float]], colour: str, *, dashed: bool = False) -> str:
     path = " ".join(f"M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}" for a, b, c, d in segments)
     dash = ' stroke-dasharray="2 1.5"' if dashed else ""
-    return f'<path d="{path}" stroke="{colour}" stroke-width="1" fill="none"{dash}/>' if path else ""
+    return f'<path{_class_of(colour)} d="{path}" stroke="{colour}" stroke-width="1" fill="none"{dash}/>' if path else ""
 
 
 def _block(x: float, y: float, size: float, cut: Cut, line: str) -> str:
@@ -389,8 +339,8 @@ def _block(x: float, y: float, size: float, cut: Cut, line: str) -> str:
     front = size - slant
     top = y + slant
     faces = (
-        f'<path d="M{x:.1f} {top:.1f}l{slant:.1f} {-slant:.1f}h{front:.1f}v{front:.1f}l{-slant:.1f} {slant:.1f}'
-        f'h{-front:.1f}z" fill="white" stroke="{line}" stroke-width="0.9"/>'
+        f'<path class="face {_CLASSES[line]}" d="M{x:.1f} {top:.1f}l{slant:.1f} {-slant:.1f}h{front:.1f}v{front:.1f}'
+        f'l{-slant:.1f} {slant:.1f}h{-front:.1f}z" fill="white" stroke="{line}" stroke-width="0.9"/>'
     )
     edges = [(x, top, x + front, top), (x + front, top, x + front, top + front),
              (x + front, top, x + size, y)]  # fmt: skip
@@ -421,7 +371,8 @@ def _bar(x: float, y: float, size: float, cut: Cut, line: str) -> str:
     hatch = [(x + size * i / 5, top, x + size * (i + 1) / 5, top + tall) for i in range(5)]
     summed = _lines(hatch, line, dashed=True) if cut.degree("k") > 1 else ""
     outline = (
-        f'<rect x="{x:.1f}" y="{top:.1f}" width="{size:.1f}" height="{tall:.1f}" fill="white" stroke="{line}" '
+        f'<rect class="face {_CLASSES[line]}" x="{x:.1f}" y="{top:.1f}" width="{size:.1f}" height="{tall:.1f}" '
+        f'fill="white" stroke="{line}" '
         'stroke-width="0.9"/>'
     )
     return outline + _lines(cuts, line) + summed
@@ -433,12 +384,12 @@ def _shown(cut: Cut, letter: str) -> int:
 
 def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int | None, labels: list[str]) -> str:
     """A smooth line from box to box; where rows travel it is thick and a label with their bytes joins `labels`."""
-    colour, thick = (TRAVEL, 2.2) if sent is not None else ("#94a3b8", 1.2)
+    colour, thick = (TRAVEL, 2.2) if sent is not None else (EDGE, 1.2)
     points = []
     for place in chain:
         x = place.x + place.width / 2
         if place is not chain[0]:
-            points.append((x, tops[place.row] + (12 if place.box is not None and place.box.cut is None else 0)))
+            points.append((x, tops[place.row] + (12 if place.box is not None and place.box.is_input else 0)))
         if place is not chain[-1]:
             points.append((x, tops[place.row] + BOX_HEIGHT))
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
@@ -447,33 +398,37 @@ def _edge(chain: Sequence[_Place], tops: Sequence[float], sent: int | None, labe
         curve = f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} "
         path += f"{'L' if x0 == x1 else curve}{x1:.1f} {y1:.1f}"
     end_x, end_y = points[-1]
-    tip = f'<path d="M{end_x:.1f} {end_y:.1f}l-4 -7h8z" fill="{colour}"/>'
+    tip = f'<path class="tip {_CLASSES[colour]}" d="M{end_x:.1f} {end_y:.1f}l-4 -7h8z" fill="{colour}"/>'
     if sent:
         (x0, y0), (x1, y1) = points[-2], points[-1]
         labels.append(_pill((x0 + x1) / 2, (y0 + y1) / 2, show_bytes(sent)))
-    return f'<path d="{path}" stroke="{colour}" stroke-width="{thick}" fill="none"/>{tip}'
+    return f'<path class="{_CLASSES[colour]}" d="{path}" stroke="{colour}" stroke-width="{thick}" fill="none"/>{tip}'
 
 
 def _pill(x: float, y: float, text: str) -> str:
     wide = 6.2 * len(text) + 10
     return (
-        f'<rect x="{x - wide / 2:.1f}" y="{y - 9:.1f}" width="{wide:.1f}" height="16" rx="8" fill="white" '
-        f'stroke="{TRAVEL}"/>' + _text(x, y + 3, text, 10, TRAVEL, anchor="middle")
+        f'<rect class="paper travel" x="{x - wide / 2:.1f}" y="{y - 9:.1f}" width="{wide:.1f}" height="16" rx="8" '
+        f'fill="white" stroke="{TRAVEL}"/>' + _text(x, y + 3, text, 10, TRAVEL, anchor="middle")
     )
 
 
-def _legend_width() -> float:
-    return sum(30 + 6.4 * len(words) for _, _, words in COLOURS.values()) + 150
+def _legend_width(kinds: Collection[str]) -> float:
+    return sum(30 + 6.4 * len(words) for kind, (_, _, words) in COLOURS.items() if kind in kinds) + 150
 
 
-def _legend() -> list[str]:
+def _legend(kinds: Collection[str]) -> list[str]:
+    """Of the kinds of cuts that there are."""
     shapes, x = [], float(MARGIN)
-    for fill, line, words in COLOURS.values():
-        shapes.append(f'<rect x="{x:.0f}" y="64" width="14" height="14" rx="3" fill="{fill}" stroke="{line}"/>')
-        shapes.append(_text(x + 19, 75, words, 11, "#334155"))
+    for fill, line, words in (colours for kind, colours in COLOURS.items() if kind in kinds):
+        shapes.append(
+            f'<rect class="box {_CLASSES[line]}" x="{x:.0f}" y="64" width="14" height="14" rx="3" fill="{fill}" '
+            f'stroke="{line}"/>'
+        )
+        shapes.append(_text(x + 19, 75, words, 11, SOFT))
         x += 30 + 6.4 * len(words)
     shapes.append(_lines([(x, 71, x + 22, 71)], TRAVEL).replace('width="1"', 'width="2.2"'))
-    shapes.append(_text(x + 28, 75, "rows travel here", 11, "#334155"))
+    shapes.append(_text(x + 28, 75, "rows travel here", 11, SOFT))
     return shapes
 
 
