@@ -188,7 +188,10 @@ class Priced:
 
 
 def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Priced]:
-    """Each plan's price, with its trace where that is asked for. A plan that does not fit the network or the cluster is an `InputError`."""
+    """Each plan's price, with its trace where that is asked for.
+
+    A plan that does not fit the network or the cluster is an `InputError`.
+    """
     captured = capture(config)
     graph = captured.graphs[True]
     also = [layer.name for layer in captured.graphs[False].layers]

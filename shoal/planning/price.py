@@ -13,6 +13,7 @@ from shoal.lowering.step_traffic import GRADIENTS
 from shoal.lowering.tasks import Kernel, Moved, StepOptions, Task, Tasks, step_tasks
 from shoal.partition import Cut, volume
 from shoal.planning.costs import CostModel
+from shoal.planning.stages import FEW_RANKS
 from shoal.planning.step_memory import Memory, step_memory
 from shoal.simulating.durations import Durations, sent_bytes
 from shoal.simulating.play import Played, play
@@ -156,12 +157,13 @@ def _state_bytes(name: str, tasks: Tasks) -> int:
 
 
 def _memory(model: CostModel, tasks: Tasks, played: Played) -> tuple[Memory, ...]:
-    """By rank; ranks of one class hold the same."""
-    by_class = [
-        step_memory(tasks.program, int(rank), tasks.options.itemsize, optimizer_slots=model.optimizer_slots)
-        for rank in played.first_ranks
+    """By rank; of many ranks, those of one class hold what its first does."""
+    few = tasks.ranks <= FEW_RANKS
+    held = [
+        step_memory(tasks.program, rank, tasks.options.itemsize, optimizer_slots=model.optimizer_slots)
+        for rank in (range(tasks.ranks) if few else played.first_ranks.tolist())
     ]
-    return tuple(by_class[number] for number in played.classes)
+    return tuple(held) if few else tuple(held[number] for number in played.classes)
 
 
 def _item_sizes(graph: LayerGraph, itemsize: int) -> dict[str, int]:
