@@ -31,8 +31,8 @@ HALVINGS = 7
 """Tries to find the tables' limit that a limit stands for."""
 FAR_BEHIND = 3.0
 """On many ranks a fixed strategy that takes so many times the best, by the tables, is not played."""
-CLOSE_CALLS = 8
-"""Stages whose next best cut is tried on the played time."""
+CLOSE_CALLS, CLOSE_CALLS_OF_MANY = 8, 2
+"""Stages whose next best cut is tried on the played time, on few and on many ranks."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def _climbed(
 ) -> tuple[int, ...]:
     """A choice from which no close call, taken the other way, plays faster; each is tried once, the closest first."""
     calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
-    for stage, other, _ in calls[:CLOSE_CALLS]:
+    tried = CLOSE_CALLS if play(choice).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
+    for stage, other, _ in calls[:tried]:
         changed = (*choice[:stage], other, *choice[stage + 1 :])
         if tables.cost(changed, exposed) == inf:
             continue
