@@ -164,9 +164,9 @@ def _wrong_options(name: str, arguments: list[str]) -> str | None:
 
 def _settings(name: str, given: Mapping[str, Any]) -> None:
     """Refuse values that the settings of a command refuse; where some are left out on the page, what is there."""
-    from shoal.config import EvaluateConfig, TrainConfig, VerifyConfig
+    from shoal.config import Checked, EvaluateConfig, TrainConfig, VerifyConfig
 
-    kinds = {"train": TrainConfig, "verify": VerifyConfig, "evaluate": EvaluateConfig}
+    kinds: dict[str, type[Checked]] = {"train": TrainConfig, "verify": VerifyConfig, "evaluate": EvaluateConfig}
     if (kind := kinds.get(name)) is not None and not given.get("resume"):
         kind.parse({name: value for name, value in given.items() if name in kind.model_fields and value is not None})
 

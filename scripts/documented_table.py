@@ -73,6 +73,9 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal export runs/NAME network.pt2": Run(),
     "shoal verify --model resnet18 --workers 2 --plan spatial": Run(),
     "shoal plan --model vgg16 --workers 4 --cluster p100-4x4": Run(),
+    "shoal compare --plans data,auto,ddp --data digits": Run(
+        instead="shoal compare --plans data,auto,ddp --data digits --epochs 1 --rounds 2"
+    ),
     "shoal train --workers 2 --plan auto --model lenet5": Run(),
     "shoal train --replicas 2 --exchange downpour": Run(),
     "shoal train --model lenet5 --data fashion-mnist --epochs 5": BY_HAND,
@@ -89,6 +92,30 @@ TABLE: Mapping[str, Run | Left] = {
     "git log -1 --format=%ae": Left("prints an address of the checkout's history"),
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
+    "shoal compare --plans data,owt,auto,ddp --exchanges allreduce,downpour,local --workers 4 --data digits --epochs 5 "
+    "--out runs/compare": Run(shown=True),
+    "shoal compare --resume DIR": Run(instead="shoal compare --resume runs/compare"),
+    "shoal train --plan ddp": Run(instead="shoal train --plan ddp --workers 2 --data digits --epochs 1"),
+    "pip install 'shoal-train[report]'": PACKAGES,
+    "shoal train --model lenet5 --workers 2 --plan owt --out runs/owt": Run(
+        instead="shoal train --model lenet5 --workers 2 --plan owt --data digits --epochs 1 --out runs/owt"
+    ),
+    "shoal report runs/owt": Run(),
+    "shoal report runs/data runs/owt --out both.html": Run(
+        before=("shoal train --model lenet5 --workers 2 --data digits --epochs 1 --out runs/data",)
+    ),
+    "shoal train --trace": Run(instead="shoal train --trace --data digits --epochs 1"),
+    "shoal train ... --json": TEMPLATE,
+    "shoal report runs/owt --json": Run(),
+    "shoal train ... --tensorboard": TEMPLATE,
+    "shoal report DIR": TEMPLATE,
+    "pip install 'shoal-train[trace]'": PACKAGES,
+    "shoal train --model lenet5 --data digits --workers 2 --plan spatial --trace --out runs/traced": Run(),
+    "shoal trace show runs/traced": Run(shown=True),
+    "shoal trace open runs/traced": Left("opens a browser: tests/tracing/test_perfetto.py"),
+    "shoal profile --model lenet5 --input 1,28,28 --classes 10 --batch 64 --workers 2 --out timings.json": Run(),
+    "shoal trace show runs/traced --predicted --timings timings.json": Run(shown=True),
+    "shoal trace open runs/traced --predicted --timings timings.json --out both.json": Run(),
     "python -m scripts.operator_table": ITSELF,
     "shoal train --plan auto": TEMPLATE,
     "pip install tifffile zarr": PACKAGES,

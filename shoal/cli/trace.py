@@ -149,6 +149,8 @@ def _load(file: Path) -> Trace:
 def _predict(file: Path, timings: Path | None, cluster: str | None) -> Trace:
     """What the cost model says of the plan of a run."""
     folder = file if file.is_dir() else file.parent
+    if timings is None and cluster is None and (kept := folder / "predicted_trace.json").exists():
+        return Trace.load(kept)  # as this machine's cost model knew it when the run began
     files = {name: folder / name for name in ("config.yaml", "plan.json", "inference.json")}
     missing = [name for name, path in files.items() if not path.exists()]
     if missing:
@@ -158,7 +160,7 @@ def _predict(file: Path, timings: Path | None, cluster: str | None) -> Trace:
         )
     if timings is None and cluster is None:
         raise ConfigError(
-            "--predicted needs to know how fast things are.",
+            "--predicted needs to know how fast things are, and this run did not.",
             "Give --timings FILE, which `shoal profile --out FILE` measures, or --cluster NAME.",
         )
     run = TrainConfig.parse(read_recipe(files["config.yaml"]), source=f"{files['config.yaml']}: ")

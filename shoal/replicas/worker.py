@@ -360,7 +360,7 @@ class _Life:
 
     def _test(self, order: MakeTest) -> None:
         """Test the common weights, and save them where that is due. The other replicas train on."""
-        job = self._job
+        job, diary, begun = self._job, self._transport.diary, now()
         if not self._options.keeps_own:
             self._report(self._exchange.flush())
         # What is counted by now, others' work too, is in the weights that come next.
@@ -376,6 +376,8 @@ class _Life:
                 weights = [] if whole is None else [_bytes_of_weights(whole, inference_of(job.config, job.splits))]
             states = [_bytes_of_state(state)] if self._transport.rank == 0 and state is not None else []
         self._tell(HasTested(order.after, tested), [*states, *weights])
+        if diary is not None:
+            diary.note("test", "the common weights", begun)
         self._behind = True  # the others trained on meanwhile: a gradient of the weights tested would be stale
 
     def _hand_in(self, order: HandIn) -> None:

@@ -188,9 +188,9 @@ def _compared(folder: Path) -> Study:
         runs=tuple(runs),
         command=compared.command,
         target=compared.target,
-        baseline=getattr(compared, "baseline", None),
+        baseline=compared.baseline,
         turns=compared.step_seconds,
-        not_timed=getattr(compared, "left_out", {}),
+        not_timed=compared.left_out,
         rates=compared.rates,
     )
 

@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,9 @@ def test_a_prediction_needs_a_run_and_speeds(shoal_here: Shoal, tmp_path: Path) 
         (tmp_path / name).write_text("{}")
     without = shoal_here("trace", "show", "trace.json", "--predicted")
     assert (without.returncode, "--timings FILE" in without.stderr) == (2, True)
+    replace(TRACE, origin="predicted").save(tmp_path / "predicted_trace.json")
+    kept = shoal_here("trace", "show", "trace.json", "--predicted")
+    assert (kept.returncode, "predicted, one step" in kept.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(
