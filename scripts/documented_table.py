@@ -40,6 +40,9 @@ SLIDE = "python -m benchmarks.large_image.slide PATH --side 640"
 
 TABLE: Mapping[str, Run | Left] = {
     # README.md
+    'python -m benchmarks.step_time.bench --model alexnet --plans data,owt --others "ddp again" --link 1gbit': BY_HAND,
+    "THP_MEM_ALLOC_ENABLE=0 python -m benchmarks.memory.bench": BY_HAND,
+    "python -m benchmarks.slow_link.bench --model resnet18": BY_HAND,
     "make run": CHECKOUT,
     "make test": CHECKOUT,
     "source .venv/bin/activate": Left("changes the shell that one types into"),
@@ -194,6 +197,10 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal profile --out FILE": TEMPLATE,
     "pip install cairosvg": PACKAGES,
     "shoal plan --model alexnet --input 3,64,64 --workers 4 --cluster titan-4 --batch 32": ITSELF,
+    "shoal simulate owt --model alexnet --batch 512 --cluster p100-4x4": Run(),
+    "shoal simulate plan.json --model vgg16 --cluster p100-4x4 --trace step.json": Run(),
+    "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
+    "--json": Run(),
     "shoal plan show plan.json": Run(),
     "shoal plan show plan.json --model vgg16 --cluster p100-4x4 --picture plan.svg": Run(),
     "shoal plan diff a.json b.json": Run(

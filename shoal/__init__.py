@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         full_state_dict,
         load_full_state_dict,
     )
-    from shoal.finding import find_plan, parallelize
+    from shoal.finding import find_plan, parallelize, simulate
     from shoal.graph import LayerGraph
     from shoal.partition import Cut
     from shoal.plan import Plan
@@ -69,6 +69,7 @@ __all__ = [
     "Plan",
     "Cut",
     "find_plan",
+    "simulate",
     "Cluster",
     "Timings",
     "trace",
@@ -104,6 +105,7 @@ _HOME = {
     "Plan": "shoal.plan",
     "Cut": "shoal.partition",
     "find_plan": "shoal.finding",
+    "simulate": "shoal.finding",
     "Cluster": "shoal.cluster",
     "Timings": "shoal.timings",
     "trace": "shoal.tracing.own_loop",

@@ -108,10 +108,14 @@ class Level(_Frozen):
         """Seconds of an empty message for which computing ranks stop."""
         return self.latency + self.wait
 
-    def sum_seconds(self, size: float, ranks: int) -> float:
-        """Seconds in which a ring of `ranks` adds up `size` bytes over this level's links."""
-        start = 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
-        return start + 2 * (ranks - 1) / ranks * size / (self.sum_bandwidth or self.bandwidth)
+    @property
+    def sum_rate(self) -> float:
+        """Bytes/s that each rank sends while ranks add something up."""
+        return self.sum_bandwidth or self.bandwidth
+
+    def sum_start(self, ranks: int) -> float:
+        """Seconds in which a ring of `ranks` adds up nothing."""
+        return 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
 
 
 class Cluster(_Frozen):
@@ -166,6 +170,19 @@ class Cluster(_Frozen):
         if levels:
             levels[-1] = levels[-1].model_copy(update={"size": ranks})
         return Cluster(name=f"{self.name}, first {ranks}", device=self.device, levels=tuple(levels))
+
+    def resized(self, ranks: int) -> "Cluster":
+        """The cluster of `ranks` ranks like these: its first, or with more of its outermost links' groups."""
+        if ranks <= self.ranks:
+            return self.first(ranks)
+        if not self.levels:
+            raise InputError(
+                f"cluster {self.name!r} is one device; {ranks} were asked for.",
+                f"Describe the links between devices in a file of your own. {_WRITE_ONE}",
+            )
+        *inner, outermost = self.levels
+        levels = (*inner, outermost.model_copy(update={"size": ranks}))
+        return Cluster(name=f"{self.name}, as {ranks}", device=self.device, levels=levels)
 
     @classmethod
     def parse(cls, content: object, *, source: str = "") -> Self:

@@ -644,6 +644,56 @@ class PricedConfig(NetworkConfig):
         return self
 
 
+class SimulateConfig(NetworkConfig):
+    """One simulation of a plan on a cluster."""
+
+    described_as = "a simulation"
+
+    cluster: str | None = None
+    """The cluster, by preset or YAML file, from its data sheet."""
+    timings: Path | None = None
+    """Instead of a cluster: what `shoal profile` wrote."""
+    workers: int | None = Field(default=None, gt=0)
+    """Devices, for a plan by name; a plan file's own number, or all of the cluster's, unless given."""
+    batch_norm: Literal["exact", "local"] = "exact"
+    """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    what_if: tuple[str, ...] = ()
+    """Also simulate a change, such as bandwidth=2x,devices=64; of bandwidth, latency, compute, devices. Repeatable."""
+    steps: int = Field(default=1, gt=0)
+    """Steps to simulate, one after the other."""
+    slow: tuple[str, ...] = ()
+    """A rank that computes slower, as RANK=SPEED such as 3=0.5; may be repeated."""
+    jitter: float = Field(default=0.0, ge=0)
+    """Spread of the time of each task that computes, as a part of it."""
+    seed: int = Field(default=0, ge=0)
+    """Of the jitter."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """What no field can see alone."""
+        _check_one_source(self.cluster, self.timings)
+        if self.cluster is None and self.timings is None:
+            raise ConfigError(
+                "a simulation needs speeds.", "Give --cluster NAME, or --timings FILE that `shoal profile` wrote."
+            )
+        _ = self.slow_ranks
+        return self
+
+    @property
+    def slow_ranks(self) -> dict[int, float]:
+        """The speeds of slow ranks, by rank."""
+        speeds = {}
+        for text in self.slow:
+            rank, _, speed = text.partition("=")
+            try:
+                speeds[int(rank)] = float(speed)
+            except ValueError:
+                raise ConfigError(
+                    f"slow = {text!r} is not RANK=SPEED.", "Write the rank's number and its speed, such as 3=0.5."
+                ) from None
+        return speeds
+
+
 def _check_one_source(cluster: str | None, timings: Path | None) -> None:
     if cluster is not None and timings is not None:
         raise ConfigError(

@@ -10,11 +10,11 @@ are disjoint nothing is really added, where the destinations overlap backward ad
 list, the cost model prices it, the simulator replays it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from shoal.partition import Box, overlap, volume
+from shoal.partition import Box, Span, volume
 
 Layout = tuple[Box | None, ...]
 """For every rank the box it holds, or None where it holds nothing."""
@@ -42,15 +42,43 @@ def add_moves(have: Sequence[Box | None], need: Sequence[Box | None]) -> tuple[M
     """Every overlap of what a rank has with what a rank needs.
 
     With disjoint `have` every needed row arrives once: a copy. With partial results in `have` the rows that
-    several ranks hold are added up at their destination.
+    several ranks hold are added up at their destination. Costs what the list is long, not every pair of ranks: who
+    overlaps is found span by span in each dim.
     """
-    return tuple(
-        Move(src, dst, rows)
-        for dst, wanted in enumerate(need)
-        if wanted is not None
-        for src, held in enumerate(have)
-        if held is not None and (rows := overlap(held, wanted)) is not None
-    )
+    holders = _Holders(have)
+    moves = []
+    for dst, wanted in enumerate(need):
+        for src in holders.of(wanted) if wanted is not None else ():
+            held = have[src]
+            assert held is not None
+            assert wanted is not None
+            moves.append(Move(src, dst, tuple(map(Span.__and__, held, wanted))))
+    return tuple(moves)
+
+
+class _Holders:
+    """Who holds rows of a box: in each dim sets of ranks, as bits of one number, that are intersected."""
+
+    def __init__(self, have: Sequence[Box | None]) -> None:
+        self._all = sum(1 << rank for rank, box in enumerate(have) if box is not None)
+        dims = next((len(box) for box in have if box is not None), 0)
+        self._by_span: list[dict[Span, int]] = [{} for _ in range(dims)]
+        for rank, box in enumerate(have):
+            for spans, span in zip(self._by_span, box or (), strict=False):
+                spans[span] = spans.get(span, 0) | 1 << rank
+        self._known: list[dict[Span, int]] = [{} for _ in range(dims)]
+
+    def of(self, box: Box) -> Iterator[int]:
+        """The ranks, ascending."""
+        ranks = self._all
+        for known, spans, wanted in zip(self._known, self._by_span, box, strict=True) if ranks else ():
+            if wanted not in known:
+                known[wanted] = sum(bits for span, bits in spans.items() if span & wanted)
+            ranks &= known[wanted]
+        while ranks:
+            lowest = ranks & -ranks
+            yield lowest.bit_length() - 1
+            ranks ^= lowest
 
 
 def copy_moves(have: Sequence[Box | None], need: Sequence[Box | None]) -> tuple[Move, ...]:

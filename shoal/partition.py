@@ -7,6 +7,7 @@ dim of a layer goes. Parts are as even as possible and the longer ones come firs
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Self
@@ -67,6 +68,7 @@ def slices(inner: Box, origin: Box) -> tuple[slice, ...]:
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, origin, strict=True))
 
 
+@lru_cache(maxsize=1 << 14)
 def cut(size: int, parts: int, *, grain: int = 1) -> tuple[Span, ...]:
     """Cut `size` rows into `parts` spans, each a multiple of `grain` rows, as even as that allows.
 

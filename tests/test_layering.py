@@ -40,13 +40,14 @@ ALLOWED: dict[str, set[str]] = {
     "capturing": {"errors", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
+    "simulating": {"errors", "cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
     "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
-    | {"outline", "traffic"},
+    | {"outline", "traffic", "timeline", "simulating"},
     "transport": {"errors", "traffic", "timeline", "diary"},
-    "tracing": {"errors", "files", "timeline", "diary", "planning", "transport"},
+    "tracing": {"errors", "files", "timeline", "diary", "transport"},
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
-    "profiling": NOUNS | {"operators", "lowering", "planning", "transport", "execution"},
-    "finding": NOUNS | {"lowering", "planning", "transport", "execution", "profiling"},
+    "profiling": NOUNS | {"operators", "lowering", "simulating", "planning", "transport", "execution"},
+    "finding": NOUNS | {"lowering", "simulating", "planning", "transport", "execution", "profiling"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
@@ -66,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         *("result", "timeline", "comparison", "outline"),
     },
     "cli": NOUNS
-    | {"zoo", "data", "launching", "planning", "transport", "execution", "profiling", "finding"}
+    | {"zoo", "data", "launching", "simulating", "planning", "transport", "execution", "profiling", "finding"}
     | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"},
     "__main__": {"cli"},
 }

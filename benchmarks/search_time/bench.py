@@ -1,6 +1,6 @@
 """Search time beside OptCNN's table, at 64 and at 1,024 devices, and the plan for VGG-16 beside the paper's.
 
-    python -m benchmarks.search_time.bench [paper] [64] [1024] [vgg16]
+    python -m benchmarks.search_time.bench [paper] [64] [1024] [vgg16] [whole]
 
 Nothing is trained and no device is needed: speeds are a roofline of the cluster's data sheet.
 """
@@ -22,6 +22,8 @@ from shoal.partition import DIMS
 from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
 from shoal.planning.find import find
+from shoal.planning.price import price
+from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.profiling.measured import Analytic
 from shoal.zoo.by_name import build
@@ -42,14 +44,6 @@ def graph_of(net: str, batch: int) -> LayerGraph:
     """Captured at a small batch, then as it would be at a large one."""
     shape = SAMPLES.get(net, (3, 224, 224))
     return capture(build(net).train(), torch.empty(8, *shape)).at_batch(batch)
-
-
-def larger(preset: str, ranks: int) -> Cluster:
-    """The same hosts, as many as it takes."""
-    cluster = Cluster.load(preset)
-    *inner, outermost = cluster.levels
-    levels = (*inner, outermost.model_copy(update={"size": ranks}))
-    return cluster.model_copy(update={"name": f"{preset}, {ranks} ranks", "levels": levels})
 
 
 def model_of(net: str, cluster: Cluster, batch: int) -> CostModel:
@@ -125,19 +119,51 @@ def paper_cuts(names: list[str]) -> dict[str, str]:
     return found
 
 
+WHOLE = (
+    *((net, "p100-4x4", 4) for net in PAPER),
+    ("inception_v3", "p100-4x4", 64),
+    ("resnet50", "p100-4x4", 64),
+    ("vgg16", "h100-8x32", 1024),
+)
+
+
+def whole() -> None:
+    """All of `find`, tables and simulated candidates included, in wall time and in the processor's; one simulation."""
+    print("| network | devices | `find`, wall | processor | predicted step |")
+    print("|---|---|---|---|---|")
+    for net, preset, ranks in WHOLE:
+        model = model_of(net, Cluster.load(preset).resized(ranks), 32 * ranks)
+        wall, own = time.perf_counter(), time.process_time()
+        found = find(model)
+        wall, own = time.perf_counter() - wall, time.process_time() - own
+        print(
+            f"| {net} | {ranks} like `{preset}` | {wall:.2f} s | {own:.2f} s | {found.price.seconds:.4f} s |",
+            flush=True,
+        )
+    ranks = 4096
+    model = model_of("vgg16", Cluster.load("h100-8x32").resized(ranks), 32 * ranks)
+    for plan in ("data", "owt"):
+        wall, own = time.perf_counter(), time.process_time()
+        seconds = price(model, resolve(plan, model.graph, ranks).cuts, plan).seconds
+        wall, own = time.perf_counter() - wall, time.process_time() - own
+        print(f"| vgg16, `{plan}` simulated | {ranks} | {wall:.2f} s | {own:.2f} s | {seconds:.4f} s |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["paper", "64", "1024", "vgg16"])
+    parser.add_argument("parts", nargs="*", default=["paper", "64", "1024", "vgg16", "whole"])
     parts = parser.parse_args().parts
     torch.set_num_threads(1)
     if "paper" in parts:
         paper()
     if "64" in parts:
-        print(row("inception_v3", larger("p100-4x4", 64), repeats=5)[0], "64 devices")
+        print(row("inception_v3", Cluster.load("p100-4x4").resized(64), repeats=5)[0], "64 devices")
     if "1024" in parts:
-        print(row("vgg16", larger("h100-8x32", 1024), repeats=1)[0], "1,024 devices")
+        print(row("vgg16", Cluster.load("h100-8x32").resized(1024), repeats=1)[0], "1,024 devices")
     if "vgg16" in parts:
         vgg16()
+    if "whole" in parts:
+        whole()
     print(f"torch {torch.__version__}, {platform.platform()}")
 
 

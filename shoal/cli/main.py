@@ -23,6 +23,7 @@ COMMANDS = {
     "report": ("shoal.cli.report:report", "Make one page of a run, of a comparison, or of several runs."),
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
+    "simulate": ("shoal.cli.simulate:simulate", "Play a plan on any cluster: its step, its trace, what if."),
     "trace": ("shoal.cli.trace:trace", "Look at recorded steps: who did what when, and who waited for whom."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }

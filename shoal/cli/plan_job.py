@@ -28,10 +28,10 @@ from shoal.planning.costs import CostModel
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
-from shoal.planning.speeds import Speeds
 from shoal.planning.why import Alternative, explained
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import OnMeasured
+from shoal.simulating.speeds import Speeds
 from shoal.timings import Timings
 from shoal.transport import Transport
 
@@ -72,13 +72,14 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     """The best plan by a data sheet or by timings. No process is started."""
     asked = config.workers if config.tells("workers") else None
     pins = parse_pins(config.pins)
-    speeds = _speeds(config.cluster, config.timings, asked)
+    speeds = load_speeds(config.cluster, config.timings, asked)
     captured = capture(config)
     ranks = speeds.cluster.ranks
     check_pins(pins, captured.graphs[True], ranks)
     model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
-    search = find(model, pins=pins, memory=config.memory)
-    return captured, _report(model, search.plan, search, config.memory, pins)
+    memory = config.memory or (speeds.cluster.device.memory if isinstance(speeds, Analytic) else None)
+    search = find(model, pins=pins, memory=memory)
+    return captured, _report(model, search.plan, search, memory, pins)
 
 
 def measured(config: PlanConfig, progress: OnMeasured) -> tuple[Captured, Report]:
@@ -186,21 +187,25 @@ class Priced:
     model: CostModel
 
 
-def priced(config: PricedConfig, *plans: Plan) -> list[Priced]:
-    """Each plan's price. A plan that does not fit the network or the cluster is an `InputError`."""
+def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Priced]:
+    """Each plan's price, with its trace where that is asked for.
+
+    A plan that does not fit the network or the cluster is an `InputError`.
+    """
     captured = capture(config)
     graph = captured.graphs[True]
     also = [layer.name for layer in captured.graphs[False].layers]
     plans_priced = []
     for plan in plans:
-        speeds = _speeds(config.cluster, config.timings, plan.ranks)
+        speeds = load_speeds(config.cluster, config.timings, plan.ranks)
         model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
         cuts = resolve(plan, graph, plan.ranks, also).cuts
-        plans_priced.append(Priced(graph, price(model, cuts, plan.name), model))
+        plans_priced.append(Priced(graph, price(model, cuts, plan.name, trace=trace), model))
     return plans_priced
 
 
-def _speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:
+def load_speeds(cluster: str | None, timings: Path | None, ranks: int | None) -> Speeds:
+    """The data sheet of a cluster, all of it or its first ranks; or timings, which are for one number of ranks."""
     if timings is None:
         assert cluster is not None
         known = Cluster.load(cluster)

@@ -2,6 +2,7 @@
 
 import json
 import webbrowser
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,10 @@ def _predict(file: Path, timings: Path | None, cluster: str | None) -> Trace:
         timings=timings,
     )
     from shoal.cli import plan_job
-    from shoal.tracing.predicted import predicted_trace
 
-    (priced,) = plan_job.priced(priced_as, Plan.load(files["plan.json"]))
-    return predicted_trace(priced.price, f"{run.model}, plan {priced.price.name}, by {cluster or timings}")
+    (priced,) = plan_job.priced(priced_as, Plan.load(files["plan.json"]), trace=True)
+    assert priced.price.trace is not None
+    return replace(priced.price.trace, title=f"{run.model}, plan {priced.price.name}, by {cluster or timings}")
 
 
 def _show(shown: Trace, console: Console) -> None:

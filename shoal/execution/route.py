@@ -71,7 +71,7 @@ def find_route(
     `pieces`: the segments of the list that run one after another; `chains`: whether neighbouring layers that pass a
     value on within each rank become one autograd graph. Raises what torch raises where shapes alone forbid a layer.
     """
-    links, goes_on = _links_within(program, pieces if chains else ())
+    links, goes_on = program.links_within(pieces if chains else ())
     flowing = program.needing_grad(trainable, input_grads)
     parts = _parts(program, transport, local_statistics, trainable, flowing, links, goes_on)
     return Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
@@ -143,9 +143,3 @@ def _may_overwrite(program: Program, compute: Compute, link: int) -> bool:
     assert isinstance(before, Compute)
     rule, result = compute.placed.rule, compute.placed.layer.name
     return rule.can_overwrite and before.placed.rule.fresh_output and result not in program.only_moved_to
-
-
-def _links_within(program: Program, pieces: Sequence[range]) -> tuple[dict[int, int], frozenset[int]]:
-    """The program's links whose two layers lie in one piece: (Fetch by reader, producers)."""
-    kept = {key: (a, b) for key, (a, b) in program.links.items() if any(a in piece and b in piece for piece in pieces)}
-    return {reader: key for key, (_, reader) in kept.items()}, frozenset(producer for producer, _ in kept.values())

@@ -21,12 +21,12 @@ from shoal.planning.costs import CostModel, flowing_values
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
-from shoal.planning.speeds import Speeds
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured, UnmeasuredError
 from shoal.profiling.profile import OnMeasured, profile, tiles_to_time
+from shoal.simulating.speeds import Speeds
 from shoal.timings import Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -99,13 +99,15 @@ def find_plan(
 
     `example`, `loss` and `target` are as for `parallelize`.
 
+    `memory`: bytes that a rank may hold at most; the device's own unless given.
+
     A memory that no plan keeps to, a pin that matches no layer and an unknown cluster are an `InputError`.
     """
     described = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     described = described.first(ranks or described.ranks)
     captured = capture_modes(model, example, loss, target)
     priced = cost_model(captured, Analytic(described), described.ranks, io=io, batch_norm=batch_norm)
-    return find(priced, pins=parse_pins(pins), memory=memory)
+    return find(priced, pins=parse_pins(pins), memory=memory or described.device.memory)
 
 
 def parse_pins(pins: Mapping[str, str | Cut] | None) -> dict[str, Cut]:
@@ -250,7 +252,7 @@ def price_from_cache(
             captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes
         )
         try:
-            return price(model, cuts, name)
+            return price(model, cuts, name, trace=True)
         except UnmeasuredError:  # of a network that was profiled under pins, say
             return None
 

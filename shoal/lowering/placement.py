@@ -6,15 +6,16 @@ sums, their box is divided among them. An operator that runs whole is copied to 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
 from shoal.errors import PlanError
-from shoal.graph import Layer, LayerGraph, State
+from shoal.graph import Layer, LayerGraph, State, Value
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Facts, Need, Op, Part, Rule
 from shoal.operators.registry import WHOLE, facts_of, rule_for
-from shoal.partition import Box, Cut, cut, whole
+from shoal.partition import Box, Cut, Span, cut, whole
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Placed:
     """For every rank its rows of every axis; None where it has no part."""
     copies: bool
     """Whether every rank computes all of the output for itself."""
+    alike: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was worked out for all layers of one kind that are cut so on so many ranks."""
 
     @property
     def layer(self) -> Layer:
@@ -44,15 +47,23 @@ class Placed:
         """Arguments that are states and that the layer changes."""
         return self.facts.updates(self.op.layer)
 
-    @cached_property
+    @property
     def needs(self) -> tuple[Mapping[str, Need], ...]:
         """For every rank what it reads of each tensor argument."""
-        return tuple({} if part is None else self.rule.needs(self.op, part) for part in self.parts)
+        if "needs" not in self.alike:
+            needs = ({} if part is None else self.rule.needs(self.op, part) for part in self.parts)
+            self.alike["needs"] = tuple(needs)
+        found: tuple[Mapping[str, Need], ...] = self.alike["needs"]
+        return found
 
-    @cached_property
+    @property
     def writes(self) -> Layout:
         """For every rank the box that it computes, maybe a partial sum."""
-        return tuple(None if part is None else self.rule.writes(self.op, part) for part in self.parts)
+        if "writes" not in self.alike:
+            boxes = (None if part is None else self.rule.writes(self.op, part) for part in self.parts)
+            self.alike["writes"] = tuple(boxes)
+        found: Layout = self.alike["writes"]
+        return found
 
     @cached_property
     def partial(self) -> bool:
@@ -60,10 +71,13 @@ class Placed:
         summed = {axis.letter for axis in self.rule.axes(self.op) if axis.summed}
         return any(letter in summed for letter, _ in self.cut.degrees)
 
-    @cached_property
+    @property
     def owns(self) -> Layout:
         """For every rank the box of the finished output that it holds."""
-        return _divided(self.writes) if self.partial else self.writes
+        if "owns" not in self.alike:
+            self.alike["owns"] = _divided(self.writes) if self.partial else self.writes
+        found: Layout = self.alike["owns"]
+        return found
 
     @cached_property
     def cut_letters(self) -> frozenset[str]:
@@ -72,14 +86,25 @@ class Placed:
 
     def group(self, rank: int, over: str) -> tuple[int, ...]:
         """The ranks whose parts differ from this rank's in the axes `over` only, itself included."""
-        mine = self.parts[rank]
-        assert mine is not None
-        fixed = {letter: span for letter, span in mine.items() if letter not in over}
-        return tuple(
-            other
-            for other, part in enumerate(self.parts)
-            if part is not None and all(part[letter] == span for letter, span in fixed.items())
-        )
+        group = self.groups(over)[rank]
+        assert group is not None
+        return group
+
+    def groups(self, over: str) -> tuple[tuple[int, ...] | None, ...]:
+        """For every rank the same; None where it has no part. Found once for all ranks."""
+        known: dict[str, tuple[tuple[int, ...] | None, ...]] = self.alike.setdefault("groups", {})
+        if over not in known:
+            alike: dict[tuple[Span, ...], list[int]] = {}
+            seats = [
+                None if part is None else tuple(span for letter, span in part.items() if letter not in over)
+                for part in self.parts
+            ]
+            for rank, seat in enumerate(seats):
+                if seat is not None:
+                    alike.setdefault(seat, []).append(rank)
+            groups = {seat: tuple(ranks) for seat, ranks in alike.items()}
+            known[over] = tuple(None if seat is None else groups[seat] for seat in seats)
+        return known[over]
 
 
 def op_of(layer: Layer, graph: LayerGraph) -> Op:
@@ -106,12 +131,37 @@ def place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
         return Placed(op, WHOLE, Cut(), ({},) * ranks, copies=True)
     axes = rule.axes(op)
     check_fits(op, wanted, axes, ranks)
+    parts, alike = _parts_of_kind(signature(op), axes, wanted, ranks)
+    return Placed(op, rule, wanted, parts, copies=False, alike=alike)
+
+
+@lru_cache(maxsize=512)
+def _parts_of_kind(
+    kind: str,  # noqa: ARG001  (layers of another kind read other boxes of the same parts)
+    axes: tuple[Axis, ...],
+    wanted: Cut,
+    ranks: int,
+) -> tuple[tuple[Part | None, ...], dict[str, Any]]:
+    """The parts of all layers of one kind under one cut, and a place for what is worked out about them."""
     spans = {axis.letter: cut(axis.size, wanted.degree(axis.letter), grain=axis.grain) for axis in axes}
     parts = tuple(
         None if seat is None else {letter: own[seat.get(letter, 0)] for letter, own in spans.items()}
         for seat in wanted.seats(ranks)
     )
-    return Placed(op, rule, wanted, parts, copies=False)
+    return parts, {}
+
+
+def signature(op: Op) -> str:
+    """The same text for layers whose parts are the same under the same cuts."""
+    if "signature" not in op.worked_out:
+        plain = [(name, value) for name, value in op.layer.arguments.items() if not _has_tensor(value)]
+        op.worked_out["signature"] = repr((op.layer.op, op.layer.result, op.out, sorted(op.shapes.items()), plain))
+    text: str = op.worked_out["signature"]
+    return text
+
+
+def _has_tensor(value: object) -> bool:
+    return isinstance(value, Value | State) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
 
 
 def most_parts(axis: Axis) -> int:

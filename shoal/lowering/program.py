@@ -23,7 +23,7 @@ from shoal.lowering.segments import choose_boundaries
 from shoal.moves import Layout, Move, add_moves, copy_moves
 from shoal.operators.base import Need
 from shoal.operators.registry import learning
-from shoal.partition import Cut
+from shoal.partition import Box, Cut, volume
 
 K = TypeVar("K")
 
@@ -35,12 +35,31 @@ class Fetch:
     key: int
     """Its index in the program; also the tag of its messages."""
     value: str
+    have: Layout
+    """For every rank what it owns of the value."""
     tiles: tuple[Need | None, ...]
-    moves: tuple[Move, ...]
+    copies: bool
+    """Whether ranks that own anything of the value own all of it."""
     reader: str
     """The layer that reads the tiles first, for people."""
     identity: bool
     """Whether every rank's tile is exactly what it owns, so that nothing has to be done."""
+
+    @cached_property
+    def boxes(self) -> Layout:
+        """The tiles without their padding."""
+        return tuple(None if tile is None else tile.box for tile in self.tiles)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Every box that goes to a tile. Listed when first asked for: the planner asks of many ranks and needs none."""
+        return (copy_moves if self.copies else add_moves)(self.have, self.boxes)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether something goes from one rank to another."""
+        pairs = zip(self.have, self.boxes, strict=True)
+        return any(wanted is not None and volume(wanted) and not _within(wanted, held) for held, wanted in pairs)
 
     @property
     def label(self) -> str:
@@ -69,7 +88,13 @@ class Settle:
     key: int
     value: str
     partial: Layout
-    moves: tuple[Move, ...]
+    owned: Layout
+    """Who owns which box of the finished value."""
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Every partial sum on its way to an owner."""
+        return add_moves(self.partial, self.owned)
 
     @property
     def label(self) -> str:
@@ -182,15 +207,23 @@ class Program:
                 links[fetch.key] = (made[fetch.value], reader)
         return links
 
+    def links_within(self, pieces: Iterable[range]) -> tuple[dict[int, int], frozenset[int]]:
+        """The links whose two layers lie in one piece of the list: (Fetch by reader, producers)."""
+        pieces = tuple(pieces)
+        kept = {
+            key: (producer, reader)
+            for key, (producer, reader) in self.links.items()
+            if any(producer in piece and reader in piece for piece in pieces)
+        }
+        return {reader: key for key, (_, reader) in kept.items()}, frozenset(first for first, _ in kept.values())
+
     @cached_property
     def crossing(self) -> frozenset[int]:
         """Keys of the Fetches that send something from one rank to another."""
         return frozenset(
             instruction.key
             for instruction in self.instructions
-            if isinstance(instruction, Fetch)
-            and not instruction.identity
-            and any(move.src != move.dst for move in instruction.moves)
+            if isinstance(instruction, Fetch) and not instruction.identity and instruction.crosses
         )
 
     @cached_property
@@ -296,8 +329,7 @@ class _Compiler:
         if placed.copies:
             self.copies.add(name)
         if placed.partial:
-            moves = add_moves(placed.writes, placed.owns)
-            self.instructions.append(Settle(len(self.instructions), name, placed.writes, moves))
+            self.instructions.append(Settle(len(self.instructions), name, placed.writes, placed.owns))
 
     def fetch(self, value: str, tiles: tuple[Need | None, ...], reader: str) -> Fetch:
         """The instruction that brings `value` to `tiles`; one that several readers share is added once."""
@@ -306,13 +338,12 @@ class _Compiler:
             return self.known[value, tiles]
         have = self.layouts[value]
         boxes = tuple(None if tile is None else tile.box for tile in tiles)
-        moves = copy_moves(have, boxes) if value in self.copies else add_moves(have, boxes)
         identity = not any(tile is not None and tile.padded for tile in tiles) and (
             boxes == have
             if value not in self.copies
             else all(box is None or box == held for box, held in zip(boxes, have, strict=True))
         )
-        fetch = Fetch(len(self.instructions), value, tiles, moves, reader, identity)
+        fetch = Fetch(len(self.instructions), value, have, tiles, value in self.copies, reader, identity)
         self.known[value, tiles] = fetch
         self.instructions.append(fetch)
         return fetch
@@ -323,6 +354,10 @@ def _by_index(last: Mapping[K, int]) -> dict[int, list[K]]:
     for what, index in last.items():
         by_index.setdefault(index, []).append(what)
     return by_index
+
+
+def _within(inner: Box, outer: Box | None) -> bool:
+    return outer is not None and all(a & b == a for a, b in zip(inner, outer, strict=True))
 
 
 def _tiles(layout: Layout) -> tuple[Need | None, ...]:

@@ -74,8 +74,8 @@ def step_traffic(
         match instruction:
             case Fetch(identity=True):
                 pass
-            case Fetch(value=value, moves=moves) | Settle(value=value, moves=moves):
-                sent = _moved(moves, rank, itemsize[value], runs, back=value in flowing)
+            case Fetch(value=value) | Settle(value=value):
+                sent = _moved(instruction.moves, rank, itemsize[value], runs, back=value in flowing)
                 _note(by_label, instruction.label, sent)
             case Compute(placed=placed):
                 name, reads = placed.layer.name, placed.layer.reads

@@ -7,7 +7,7 @@ import torch
 
 from shoal.graph import LayerGraph
 from shoal.operators import elementwise, losses, norms, products, views, windows
-from shoal.operators.base import Facts, Op, Operator, Rule, Whole
+from shoal.operators.base import Axis, Facts, Op, Operator, Rule, Whole
 
 _ELEMENTWISE = """
     ceil eq floor ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt masked_fill ne neg
@@ -141,6 +141,14 @@ def rule_for(op: Op) -> Rule:
         op.worked_out["rule"] = _rule_for(op)
     rule: Rule = op.worked_out["rule"]
     return rule
+
+
+def axes_of(op: Op) -> tuple[Axis, ...]:
+    """The directions in which a layer may be cut, worked out once."""
+    if "axes" not in op.worked_out:
+        op.worked_out["axes"] = rule_for(op).axes(op)
+    axes: tuple[Axis, ...] = op.worked_out["axes"]
+    return axes
 
 
 def _rule_for(op: Op) -> Rule:

@@ -238,6 +238,6 @@ def _from_layouts(layouts: Sequence[Layout], dims: int) -> Boxes:
     return Boxes(starts, stops, None, None, None)
 
 
-def layout_boxes(layout: Layout) -> Boxes:
-    """One given layout."""
-    return _from_layouts([layout], next((len(box) for box in layout if box is not None), 1))
+def layouts_boxes(layouts: Sequence[Layout]) -> Boxes:
+    """Given layouts, each as a cut of its own."""
+    return _from_layouts(layouts, next((len(box) for layout in layouts for box in layout if box is not None), 1))

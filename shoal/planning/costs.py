@@ -22,27 +22,33 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster import Level
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
+from shoal.lowering.placement import signature
+from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Op, Part
-from shoal.operators.registry import WHOLE, facts_of, learning, rule_for
+from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
-from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes, padding_boxes
+from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.cost_tables import Factor
-from shoal.planning.speeds import KernelTime, Speeds
 from shoal.planning.stages import Stage
 from shoal.planning.step_memory import kept_values
-from shoal.planning.transfers import Floats, sum_seconds, transfer_seconds
+from shoal.planning.transfers import Floats, paired_seconds, transfer_seconds
+from shoal.simulating.collectives import (
+    Shape,
+    is_card,
+    layer_sum_phases,
+    phase_seconds,
+    shape_of,
+    sum_phases,
+    unit_size,
+)
+from shoal.simulating.speeds import KernelTime, Speeds
 
 SHARED_ENTRIES = 1_000_000
 """The largest table in which transfers that several readers share are counted once."""
 EXPOSED = (1.0, 0.5, 0.2, 0.0)
 """Shares of the gradients' sums that backward may fail to hide."""
-PLAYED_RANKS = 64
-"""Up to so many ranks a plan is played through move by move; beyond, its price is the tables'."""
-PAIR_BYTES = 64 << 10
-"""Sums up to this size cost two ranks one message each."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,34 @@ class StageCost:
     sums: Floats
     gradients: Floats
     update: Floats
+    least: Floats
+    """Kernels, the optimizer, and sums within layers as if no other group summed: what no overlap can hide."""
     memory: Floats
     """Bytes on the rank with the largest part: parameters with their gradients and optimizer state, and what the stage
     keeps for backward."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a group of ranks lies in a cluster, and how many like it, by level, sum at once behind one card."""
+
+    shape: Shape
+    sharing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Rank 0's part of a layer under a cut, in seconds and bytes, but for what the order of its letters changes."""
+
+    compute: float
+    update: float
+    memory: float
+    sums: tuple[tuple[int, int, str], ...]
+    """(passes, bytes, the letters that it joins) of every sum within the layer."""
+    settled: tuple[int, float, str]
+    """The same of partial results."""
+    shards: tuple[tuple[float, str | None], ...]
+    """As `CostModel.shards` has them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +127,15 @@ class CostTables:
         factors += [Factor(edge.variables, edge.seconds) for edge in self.edges]
         return [*factors, *self.forbidden]
 
+    def least_factors(self) -> list[Factor]:
+        """What rank 0, which has the largest part of everything, does at least: it cannot hide this behind itself."""
+        factors = [Factor((index,), cost.least) for index, cost in enumerate(self.costs)]
+        return [*factors, *self.forbidden]
+
+    def cost(self, choice: Sequence[int], exposed: float) -> float:
+        """The sum of one choice."""
+        return sum(float(factor.costs[tuple(choice[v] for v in factor.variables)]) for factor in self.factors(exposed))
+
     def weights(self) -> list[Factor]:
         """Bytes per rank, an upper bound: the largest part of every stage, wherever it is."""
         weights = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
@@ -134,15 +174,26 @@ class CostModel:
     bucket_bytes: int = 1 << 20
     losses: bool = False
     """Whether the network ends in one loss per sample, which stays where it is computed."""
-    _kernels: dict[object, KernelTime] = field(default_factory=dict)
+    kernels: dict[object, KernelTime] = field(default_factory=dict)
+    """What `speeds` said, by layer, part and cut."""
     _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
     _stage_costs: dict[object, StageCost] = field(default_factory=dict)
+    _groupings: dict[object, Grouping] = field(default_factory=dict)
+    _parts: dict[object, PartWork] = field(default_factory=dict)
+    _kinds: dict[str, int] = field(default_factory=dict)
+    _gradient_sums: dict[object, float] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
         """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
         flowing = self.flowing()
         costs = tuple(self._stage_cost(stage, flowing) for stage in stages)
         return CostTables(tuple(stages), costs, tuple(self._edges(stages, flowing)), tuple(self._forbidden(stages)))
+
+    @property
+    def per_host(self) -> int | None:
+        """Ranks of a host, where there are several hosts."""
+        levels = self.speeds.cluster.levels
+        return levels[0].size if len(levels) > 1 else None
 
     @cached_property
     def _kept(self) -> frozenset[str]:
@@ -159,10 +210,10 @@ class CostModel:
         backward = op.layer.name in flowing
         rule = rule_for(op)
         key = (op.layer.name, tuple(part.items()), letters)
-        if key not in self._kernels:
+        if key not in self.kernels:
             seconds = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
-            self._kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
-        return self._kernels[key]
+            self.kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
+        return self.kernels[key]
 
     # One stage
 
@@ -170,80 +221,142 @@ class CostModel:
         flows = tuple((op.layer.name in flowing, *(read in flowing for read in op.layer.reads)) for op in stage.ops)
         key = (stage.signatures, flows)
         if key not in self._stage_costs:
-            rows = [self._choice_cost(stage, choice, flowing) for choice in stage.choices]
-            self._stage_costs[key] = StageCost(*np.array(rows, dtype=np.float64).T)
+            self._stage_costs[key] = self._choice_costs(stage, flowing)
         return self._stage_costs[key]
 
-    def _choice_cost(self, stage: Stage, choice: Sequence[Cut], flowing: frozenset[str]) -> tuple[float, ...]:
-        compute = sums = gradients = update = memory = 0.0
-        before: tuple[Op, Cut] | None = None
-        for op, chosen in zip(stage.ops, choice, strict=True):
-            part = first_part(op, chosen)
-            time = self.kernel(op, part, chosen, flowing)
-            compute += time.total + self.speeds.layer_overhead
-            sums += self.layer_sums(op, part, chosen, flowing)
-            if before is not None and before[1] != chosen:
-                sums += self._within(before, (op, chosen), flowing)
-            for size, group, per_host in self.shards(op, part, chosen):
-                gradients += sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
-                update += size * self.speeds.update_per_byte
-                memory += size * (2 + self.optimizer_slots)
-            memory += self.kept_bytes(op, part, flowing)
-            before = (op, chosen)
-        return compute, sums, gradients, update, memory
+    def _choice_costs(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
+        rows = []
+        for choice in stage.choices:
+            compute = sums = gradients = update = least = memory = 0.0
+            for op, chosen in zip(stage.ops, choice, strict=True):
+                part = self._part_work(op, chosen, flowing)
+                compute += part.compute
+                memory += part.memory
+                update += part.update
+                sums += self._sums_of(part, chosen)
+                least += part.compute + part.update + self._least_sums(part, chosen)
+                gradients += sum(self.gradient_sum(size, self._held_by(chosen, alike)) for size, alike in part.shards)
+            rows.append((compute, sums, gradients, update, least, memory))
+        costs = StageCost(*np.array(rows, dtype=np.float64).T)
+        for position in range(1, len(stage.ops)):
+            costs.sums[:] += self._within(stage, position, flowing)
+        return costs
 
-    def layer_sums(self, op: Op, part: Part, chosen: Cut, flowing: frozenset[str]) -> float:
+    def _part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
+        """What rank 0 does of a layer, whatever the order of the cut's letters; once for layers that are alike."""
+        flows = (op.layer.name in flowing, op.layer.name in self._kept, *(read in flowing for read in op.layer.reads))
+        key = (self._kind(op), flows, frozenset(chosen.degrees))
+        if key not in self._parts:
+            self._parts[key] = self._find_part_work(op, chosen, flowing)
+        return self._parts[key]
+
+    def _kind(self, op: Op) -> int:
+        """The same number for layers that take the same time under the same cuts."""
+        if "kind" not in op.worked_out:
+            learns = [
+                (argument, self.graph.states[ref.name].differentiable)
+                for argument, ref in op.layer.tensors
+                if isinstance(ref, State)
+            ]
+            op.worked_out["kind"] = f"{signature(op)} {learns}"
+        return self._kinds.setdefault(op.worked_out["kind"], len(self._kinds))
+
+    def _find_part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
+        part, rule, parts = first_part(op, chosen), rule_for(op), dict(chosen.degrees)
+        letters, flows = frozenset(parts), op.layer.name in flowing
+        layer_sums, settled, summed = [], 0.0, ""
+        if rule is not WHOLE and parts:
+            for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
+                passes = layer_sum.forward + (layer_sum.backward and flows)
+                layer_sums.append((passes, layer_sum.elements * max(self.itemsize, SUMMED_BYTES), layer_sum.over))
+            summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
+            settled = float(volume(rule.writes(op, part)) * self.itemsize) if summed else 0.0
+        shards = self.shards(op, part, chosen)
+        held = sum(size for size, _ in shards)
+        return PartWork(
+            compute=self.kernel(op, part, chosen, flowing).total + self.speeds.layer_overhead,
+            update=held * self.speeds.update_per_byte,
+            memory=held * (2 + self.optimizer_slots) + self.kept_bytes(op, part, flowing),
+            sums=tuple(layer_sums),
+            settled=((1 + flows) * bool(summed), settled, summed),
+            shards=tuple(shards),
+        )
+
+    def _sums_of(self, part: "PartWork", chosen: Cut) -> float:
         """Seconds of what crosses between the parts of one layer while it runs, both passes, and of partial results."""
-        rule = rule_for(op)
-        if rule is WHOLE or not chosen.degrees:
-            return 0.0
-        letters, parts = frozenset(letter for letter, _ in chosen.degrees), dict(chosen.degrees)
         seconds = 0.0
-        for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
-            group = ranks_over(chosen, layer_sum.over)
-            passes = layer_sum.forward + (layer_sum.backward and op.layer.name in flowing)
-            seconds += passes * self.small_sum(layer_sum.elements * self.itemsize, group, chosen)
-        summed = {axis.letter for axis in rule.axes(op) if axis.summed}
-        if letters & summed:  # each part's box is divided among the parts that it is added up with
-            whole, shared = volume(rule.writes(op, part)), prod(parts[x] for x in letters & summed)
-            for level in self._crossed(ranks_over(chosen, "".join(letters & summed))):
-                passes = 1 + (op.layer.name in flowing)
-                seconds += passes * (level.meeting + whole * (shared - 1) / shared * self.itemsize / level.bandwidth)
+        for passes, size, over in part.sums:
+            group = self.grouping(chosen, over)
+            phases = layer_sum_phases(size, group.shape, group.sharing, self.speeds.cluster)
+            seconds += passes * phase_seconds(phases, group.sharing, self.speeds.cluster)
+        times, partial, summed = part.settled
+        return seconds + (times * self._settling(partial, chosen, summed) if times else 0.0)
+
+    def _least_sums(self, part: "PartWork", chosen: Cut) -> float:
+        """Seconds of sums within a layer that rank 0 waits for, its group alone on the links."""
+        seconds, alone = 0.0, (1,) * len(self.speeds.cluster.levels)
+        for passes, size, over in part.sums:
+            phases = layer_sum_phases(size, self.grouping(chosen, over).shape, alone, self.speeds.cluster)
+            seconds += passes * phase_seconds(phases, alone, self.speeds.cluster)
         return seconds
 
-    def small_sum(self, size: float, group: Sequence[int], chosen: Cut) -> float:
-        """Seconds of a sum that the layer waits for."""
-        if len(group) == 2 and size <= PAIR_BYTES:
-            return sum(level.meeting + size / level.bandwidth for level in self._crossed(group))
-        per_host = max(1, chosen.parts // len(group))
-        waits = sum(level.wait for level in self._crossed(group))
-        return waits + sum_seconds(size, group, self.speeds.cluster, groups_per_host=per_host)
+    def _held_by(self, chosen: Cut, alike: str | None) -> "Grouping":
+        """The ranks that hold the same shard: those that differ in the letters `alike`; None: all ranks."""
+        if alike is not None:
+            return self.grouping(chosen, alike)
+        return Grouping(shape_of(range(self.ranks), self.speeds.cluster), (1,) * len(self.speeds.cluster.levels))
 
-    def _crossed(self, group: Sequence[int]) -> list[Level]:
-        cluster = self.speeds.cluster
-        if len(group) < 2 or not cluster.levels:
-            return []
-        index = max(cluster.level_of(group[0], other) or 0 for other in group[1:])
-        return [cluster.levels[index]]
+    def _settling(self, size: float, chosen: Cut, summed: str) -> float:
+        """Seconds in which partial results are added up: each rank's box is divided among its group."""
+        group, cluster = self.grouping(chosen, summed), self.speeds.cluster
+        seconds, near = 0.0, 1
+        for index, (level, joined) in enumerate(zip(cluster.levels, group.shape.counts, strict=True)):
+            crossing = (joined - 1) * near * size / group.shape.ranks
+            near *= joined
+            if is_card(cluster, index):
+                crossing *= min(unit_size(cluster, index), chosen.parts)
+            if crossing:
+                seconds = max(seconds, level.meeting + crossing / level.bandwidth)
+        return seconds + size * self.speeds.copy_per_byte
 
-    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, tuple[int, ...], int]]:
-        """(bytes of the first rank's shard, ranks that hold it, groups that sum at once) of every parameter."""
+    def grouping(self, chosen: Cut, over: str) -> "Grouping":
+        """How parts that differ in the letters `over` only lie in the cluster: rank 0's group, which is like all."""
+        key = (chosen.degrees, "".join(sorted(over)))
+        if key not in self._groupings:
+            cluster = self.speeds.cluster
+            shape = shape_of(ranks_over(chosen, over), cluster)
+            kept = [letter for letter, _ in chosen.degrees if letter not in over]
+            sharing = []
+            for index, joined in enumerate(shape.counts):
+                behind = min(unit_size(cluster, index), chosen.parts)
+                seats = {tuple(number[letter] for letter in kept) for number in _seats(chosen, behind)}
+                sharing.append(len(seats) if joined > 1 else 1)
+            self._groupings[key] = Grouping(shape, tuple(sharing))
+        return self._groupings[key]
+
+    def gradient_sum(self, size: float, group: "Grouping") -> float:
+        """Seconds of the sum of a gradient; a small one is summed in a bucket with others, and pays its part of it."""
+        key = (size, group)
+        if key not in self._gradient_sums:
+            bucket = max(size, float(self.bucket_bytes))
+            phases = sum_phases(bucket, group.shape, group.sharing, self.speeds.cluster)
+            seconds = phase_seconds(phases, group.sharing, self.speeds.cluster)
+            self._gradient_sums[key] = seconds * size / bucket if size else 0.0
+        return self._gradient_sums[key]
+
+    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, str | None]]:
+        """(bytes of the first rank's shard, the letters in which those that hold it differ; None: all ranks)."""
         rule = rule_for(op)
-        shards = []
+        shards: list[tuple[float, str | None]] = []
         needs = rule.needs(op, part)
         for argument, reference in op.layer.tensors:
             if not isinstance(reference, State) or argument in facts_of(op.layer.op).updates(op.layer):
                 continue
-            if not self.graph.states[reference.name].differentiable:
-                continue
             need = needs.get(argument)
-            if need is None:
+            if need is None or not self.graph.states[reference.name].differentiable:
                 continue
-            alike = [letter for letter, _ in chosen.degrees if letter not in cutting(op, argument)]
-            group = ranks_over(chosen, "".join(alike))
-            if rule is WHOLE:
-                group = tuple(range(self.ranks))
-            shards.append((float(volume(need.box) * self.itemsize), group, max(1, chosen.parts // len(group))))
+            alike = "".join(letter for letter, _ in chosen.degrees if letter not in cutting(op, argument))
+            shards.append((float(volume(need.box) * self.itemsize), None if rule is WHOLE else alike))
         return shards
 
     def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
@@ -254,13 +367,25 @@ class CostModel:
         kept = elements * self.itemsize if op.layer.name in self._kept else 0
         return float(kept + elements * facts_of(op.layer.op).index_bytes)
 
-    def _within(self, before: tuple[Op, Cut], after: tuple[Op, Cut], flowing: frozenset[str]) -> float:
-        """The move between two layers of one stage, where the first one's partial results were divided."""
-        have = owned_boxes(before[0], [before[1]], self.ranks)
-        argument = next(arg for arg, ref in after[0].layer.tensors if ref.name == before[0].layer.name)
-        need = needed_boxes(after[0], argument, [after[1]], self.ranks)
-        once = float(transfer_seconds(have, need, self.itemsize, self.speeds.cluster)[0, 0])
-        return once * (1 + (before[0].layer.name in flowing))
+    def _within(self, stage: Stage, position: int, flowing: frozenset[str]) -> Floats:
+        """By choice, the move to a layer of a stage from the one before, where partial results were divided."""
+        seconds = np.zeros(len(stage.choices))
+        moving = [i for i, choice in enumerate(stage.choices) if choice[position] != choice[position - 1]]
+        if moving:
+            before, after = stage.ops[position - 1], stage.ops[position]
+            argument = next(arg for arg, ref in after.layer.tensors if ref.name == before.layer.name)
+            have = owned_boxes(before, [stage.choices[i][position - 1] for i in moving], self.ranks)
+            need = needed_boxes(after, argument, [stage.choices[i][position] for i in moving], self.ranks)
+            seconds[moving] = self._paired(have, need, 1 + (before.layer.name in flowing))[0]
+        return seconds
+
+    def _paired(self, have: Boxes, need: Boxes, passes: int) -> tuple[Floats, Floats]:
+        """As `_transfer`, of each cut to the one that stands beside it."""
+        seconds = passes * paired_seconds(have, need, self.itemsize, self.speeds.cluster)
+        tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
+        same = (have.starts[:, 0] == need.starts[:, 0]) & (have.stops[:, 0] == need.stops[:, 0])
+        memory = np.where(same.all(axis=1) | have.everywhere, 0.0, tile)
+        return seconds + passes * memory * self.speeds.copy_per_byte, memory
 
     # Between stages
 
@@ -276,11 +401,11 @@ class CostModel:
                 edges += self._edges_of(value, maker[value], places, stages, flowing)
             elif value in self.graph.inputs and self.boundary.io == "share":
                 spec = self.graph.inputs[value]
-                have = layout_boxes(samples(spec.shape, even_shares(self.graph.batch, self.ranks)))
+                have = layouts_boxes([samples(spec.shape, even_shares(self.graph.batch, self.ranks))])
                 for index, argument in places:
                     seconds, memory = self._transfer(have, self._needs(stages[index], argument), 1)
                     edges.append(Edge(value, None, (index,), seconds[0], memory[0]))
-        return [*edges, *self._boundary_edges(stages, flowing)] if self.ranks <= PLAYED_RANKS else edges
+        return [*edges, *self._boundary_edges(stages, flowing)]
 
     def _boundary_edges(self, stages: Sequence[Stage], flowing: frozenset[str]) -> list[Edge]:
         """What the first layer reads beyond the tile that its rank passes, and what the result's layout asks for."""
@@ -289,9 +414,10 @@ class CostModel:
         reader = next((index for index, stage in enumerate(stages) if value in dict(stage.reads).values()), None)
         if self.boundary.io == "tile" and reader is not None:
             argument = next(argument for argument, read in stages[reader].reads if read == value)
-            have = [layout_boxes(tiles(spec.shape, c[0], self.ranks, channels="k")) for c in stages[reader].choices]
-            need = [needed_boxes(stages[reader].ops[0], argument, [c[0]], self.ranks) for c in stages[reader].choices]
-            edges.append(self._one_by_one(value, reader, have, need, 1))
+            cuts = [choice[0] for choice in stages[reader].choices]
+            have = layouts_boxes([tiles(spec.shape, cut, self.ranks, channels="k") for cut in cuts])
+            need = needed_boxes(stages[reader].ops[0], argument, cuts, self.ranks)
+            edges.append(Edge(value, None, (reader,), *self._paired(have, need, 1)))
         if self.losses and self.boundary.io == "tile":
             return edges
         shares = even_shares(self.graph.batch, self.ranks)
@@ -299,15 +425,10 @@ class CostModel:
             for output in set(self.graph.outputs) & {stage.output}:
                 cuts = [choice[-1] for choice in stage.choices]
                 tiled = [tiles(self.graph.specs[output].shape, cut, self.ranks) for cut in cuts]
-                have = [owned_boxes(stage.ops[-1], [cut], self.ranks) for cut in cuts]
-                need = [layout_boxes(self.boundary.output(self.graph, output, shares, own)) for own in tiled]
-                edges.append(self._one_by_one(output, index, have, need, 1 + (output in flowing)))
+                need = layouts_boxes([self.boundary.output(self.graph, output, shares, own) for own in tiled])
+                have = owned_boxes(stage.ops[-1], cuts, self.ranks)
+                edges.append(Edge(output, None, (index,), *self._paired(have, need, 1 + (output in flowing))))
         return edges
-
-    def _one_by_one(self, value: str, stage: int, have: Sequence[Boxes], need: Sequence[Boxes], passes: int) -> Edge:
-        priced = [self._transfer(a, b, passes) for a, b in zip(have, need, strict=True)]
-        seconds = np.array([float(seconds[0, 0]) for seconds, _ in priced])
-        return Edge(value, None, (stage,), seconds, np.array([float(memory[0, 0]) for _, memory in priced]))
 
     def _edges_of(
         self,
@@ -441,7 +562,7 @@ def first_part(op: Op, chosen: Cut) -> Part:
     rule = rule_for(op)
     if rule is WHOLE:
         return {}
-    return {axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in rule.axes(op)}
+    return {axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in axes_of(op)}
 
 
 def cutting(op: Op, argument: str) -> frozenset[str]:
@@ -459,6 +580,18 @@ def cutting(op: Op, argument: str) -> frozenset[str]:
                     letters.add(axis.letter)
         known[argument] = frozenset(letters)
     return known[argument]
+
+
+def _seats(chosen: Cut, ranks: int) -> list[dict[str, int]]:
+    """For the first `ranks` ranks the number of their part along each letter."""
+    seats = []
+    for rank in range(ranks):
+        seat, stride = {}, chosen.parts
+        for letter, degree in chosen.degrees:
+            stride //= degree
+            seat[letter] = rank // stride % degree
+        seats.append(seat)
+    return seats
 
 
 def ranks_over(chosen: Cut, over: str) -> tuple[int, ...]:

@@ -2,26 +2,37 @@
 
 The tables are a sum, which elimination minimises exactly. What a sum cannot say is how much of the gradients' sums
 hides behind backward, so the search is run for several shares of it; each optimum, and every fixed strategy, is then
-played through with overlap, and the shortest wins. With no share exposed the optimum bounds every step from below.
+played through with overlap, and the shortest wins; where its calls were close, the other choice is played too. What
+rank 0 alone computes and waits for bounds every step from below.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf
 
 from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
 from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
-from shoal.planning.costs import EXPOSED, PLAYED_RANKS, CostModel, CostTables
+from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.price import Price, price, table_price
+from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
-from shoal.planning.stages import stages_of
+from shoal.planning.stages import FEW_RANKS, stages_of
 from shoal.planning.strategies import NAMES
-from shoal.planning.why import Alternative, alternatives, explained_by
+from shoal.planning.why import Alternative, alternatives, close_calls, explained_by
 from shoal.planning.within_limit import minimise_under
+
+TABLES_MEMORY = 2.0
+"""The tables' bytes of a plan that just fits, as a multiple of the played ones, are sought up to this."""
+HALVINGS = 7
+"""Tries to find the tables' limit that a limit stands for."""
+FAR_BEHIND = 3.0
+"""On many ranks a fixed strategy that takes so many times the best, by the tables, is not played."""
+CLOSE_CALLS, CLOSE_CALLS_OF_MANY = 8, 2
+"""Stages whose next best cut is tried on the played time, on few and on many ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,42 +70,50 @@ def find(
     """
     pinned = pinned_layers(model.graph, pins or {})
     start = time.perf_counter()
-    tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters, _per_host(model)))
+    tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters, model.per_host))
     built = time.perf_counter()
     sizes = [len(stage.choices) for stage in tables.stages]
-    optima: dict[tuple[int, ...], float] = {}
-    bound = 0.0
+    bound = minimise(sizes, tables.least_factors()).cost + model.speeds.step_overhead
+    played: dict[tuple[int, ...], Price] = {}
+
+    def play(choice: tuple[int, ...]) -> Price:
+        if choice not in played:
+            played[choice] = price(model, complete(tables.cuts(choice), model.graph), "auto")
+        return played[choice]
+
+    shares: dict[tuple[int, ...], float] = {}
     for exposed in EXPOSED:
         if memory is None:
-            solved = minimise(sizes, tables.factors(exposed))
-            optima.setdefault(solved.choice, exposed)
-            bound = solved.cost + model.speeds.step_overhead
+            shares.setdefault(minimise(sizes, tables.factors(exposed)).choice, exposed)
         else:
-            for choice in _within(tables, sizes, exposed, memory, model):
-                optima.setdefault(choice, exposed)
+            for choice in _within(tables, sizes, exposed, memory, play):
+                shares.setdefault(choice, exposed)
     searched = time.perf_counter()
-    optimal_prices = {
-        choice: _price(model, tables, complete(tables.cuts(choice), model.graph), "auto") for choice in optima
-    }
-    fixed = () if pinned else fixed_prices(model, tables)
-    candidates = [*optimal_prices.values(), *fixed]
-    fitting = [candidate for candidate in candidates if memory is None or candidate.peak <= memory]
+    for choice in shares:
+        play(choice)
+    fixed = () if pinned else fixed_prices(model, tables, min(found.seconds for found in played.values()))
+    fitting = [found for found in (*played.values(), *fixed) if memory is None or found.peak <= memory]
     if not fitting:
-        least = min((candidate.peak for candidate in candidates), default=None)
+        least = min((found.peak for found in (*played.values(), *fixed)), default=None)
         smallest = "" if least is None else f"The smallest found needs {least:,}. "
         raise PlanError(
             f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
             f"{smallest}Give more memory or more ranks, or recompute.",
         )
-    best = min(fitting, key=lambda candidate: candidate.seconds)
-    chosen = next((choice for choice, candidate in optimal_prices.items() if candidate is best), None)
+    best = min(fitting, key=lambda found: found.seconds)
+    chosen = next((choice for choice, found in played.items() if found is best), None)
+    if chosen is not None:
+        better = _climbed(tables, chosen, shares[chosen], memory, play)
+        shares.setdefault(better, shares[chosen])
+        chosen, best = better, played[better]
+    optima = [found for choice, found in played.items() if choice in shares]
     return SearchResult(
         plan=Plan(name=best.name, ranks=model.ranks, layers=tuple(best.cuts.items())),
         price=best,
-        candidates=tuple(sorted(optimal_prices.values(), key=lambda candidate: candidate.seconds)),
+        candidates=tuple(sorted(optima, key=lambda candidate: candidate.seconds)),
         fixed=tuple(sorted(fixed, key=lambda candidate: candidate.seconds)),
         bound=bound,
-        why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, optima[chosen]),
+        why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, shares[chosen]),
         table_seconds=built - start,
         search_seconds=searched - built,
         stages=len(sizes),
@@ -102,40 +121,71 @@ def find(
     )
 
 
-def _price(model: CostModel, tables: CostTables, cuts: Mapping[str, Cut], name: str) -> Price:
-    return price(model, cuts, name) if model.ranks <= PLAYED_RANKS else table_price(model, tables, cuts, name)
-
-
 def _within(
-    tables: CostTables, sizes: Sequence[int], exposed: float, memory: int, model: CostModel
+    tables: CostTables,
+    sizes: Sequence[int],
+    exposed: float,
+    memory: int,
+    play: Callable[[tuple[int, ...]], Price],
 ) -> list[tuple[int, ...]]:
-    """Optima under a limit on the tables' memory, which is rougher than the played one: so under several limits."""
-    choices = []
-    for share in (1.4, 1.2, 1.0, 0.85, 0.7):
-        try:
-            choice = minimise_under(sizes, tables.factors(exposed), tables.weights(), memory * share).choice
-        except PlanError:
-            break
+    """Optima under a limit, the lightest choice of all among them.
+
+    The tables' memory is rougher than the played one, mostly above it. So the tables' limit is sought, by halving,
+    under which the optimum just keeps the limit when it is played.
+    """
+    free = minimise(sizes, tables.factors(exposed)).choice
+    if play(free).peak <= memory:
+        return [free]
+    weights = tables.weights()
+    lightest = minimise(sizes, weights)
+    choices = [lightest.choice]
+    fits, above = lightest.cost, max(TABLES_MEMORY * memory, lightest.cost)
+    for _ in range(HALVINGS if above > fits else 0):
+        limit = (fits + above) / 2
+        choice = minimise_under(sizes, tables.factors(exposed), weights, limit).choice
         choices.append(choice)
-        if _price(model, tables, complete(tables.cuts(choice), model.graph), "auto").peak <= memory:
-            break
+        if play(choice).peak <= memory:
+            fits = limit
+        else:
+            above = limit
     return choices
 
 
-def _per_host(model: CostModel) -> int | None:
-    levels = model.speeds.cluster.levels
-    return levels[0].size if len(levels) > 1 else None
+def _climbed(
+    tables: CostTables,
+    choice: tuple[int, ...],
+    exposed: float,
+    memory: int | None,
+    play: Callable[[tuple[int, ...]], Price],
+) -> tuple[int, ...]:
+    """A choice from which no close call, taken the other way, plays faster; each is tried once, the closest first."""
+    calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
+    tried = CLOSE_CALLS if play(choice).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
+    for stage, other, _ in calls[:tried]:
+        changed = (*choice[:stage], other, *choice[stage + 1 :])
+        if tables.cost(changed, exposed) == inf:
+            continue
+        found = play(changed)
+        if found.seconds < play(choice).seconds and (memory is None or found.peak <= memory):
+            choice = changed
+    return choice
 
 
-def fixed_prices(model: CostModel, tables: CostTables) -> tuple[Price, ...]:
-    """The fixed strategies under the same cost model; on many ranks, those whose cuts the tables have."""
+def fixed_prices(model: CostModel, tables: CostTables, best: float) -> tuple[Price, ...]:
+    """The fixed strategies under the same cost model; on many ranks without those far behind `best` seconds."""
     hybrids = [f"{model.ranks // groups}x{groups}" for groups in range(2, model.ranks) if model.ranks % groups == 0]
     prices = []
     for name in [*NAMES, *hybrids] if model.ranks > 1 else ["data"]:
         cuts = resolve(name, model.graph, model.ranks).cuts
-        if model.ranks <= PLAYED_RANKS or not tables.choice_of(cuts)[1]:
-            prices.append(_price(model, tables, cuts, name))
+        if model.ranks <= FEW_RANKS or _promising(tables, cuts, FAR_BEHIND * best):
+            prices.append(price(model, cuts, name))
     return tuple(prices)
+
+
+def _promising(tables: CostTables, cuts: Mapping[str, Cut], limit: float) -> bool:
+    """Whether the tables have a plan within a time, all sums of gradients hidden; a plan that they have not is."""
+    choice, foreign = tables.choice_of(cuts)
+    return bool(foreign) or tables.cost(choice, 0.0) <= limit
 
 
 def complete(cuts: Mapping[str, Cut], graph: LayerGraph) -> dict[str, Cut]:

@@ -63,8 +63,7 @@ def check(plan: str | Path | Plan, ranks: int) -> str | Plan:
 
     Else a `PlanError`: an unknown name, a file that cannot be read, another number of ranks.
     """
-    if isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan)):
-        plan = Plan.load(plan)
+    plan = read_plan(plan)
     if isinstance(plan, str):
         check_name(plan, ranks)
     elif plan.ranks != ranks:
@@ -73,6 +72,12 @@ def check(plan: str | Path | Plan, ranks: int) -> str | Plan:
             f"Start {plan.ranks} ranks, or make a plan for {ranks}.",
         )
     return plan
+
+
+def read_plan(plan: str | Path | Plan) -> str | Plan:
+    """A name, or a plan that was read; a file that cannot be read is a `PlanError`."""
+    is_file = isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan))
+    return Plan.load(str(plan)) if is_file else plan  # type: ignore[return-value]
 
 
 def _fitted(name: str, wanted: Cut, graph: LayerGraph) -> Cut:

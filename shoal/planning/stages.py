@@ -6,17 +6,17 @@ its cut, so one choice serves all. Everything else (pools, sums, concatenations,
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from shoal.graph import LayerGraph, State, Value
-from shoal.lowering.placement import depends_on_input, most_parts, op_of
+from shoal.graph import LayerGraph, Value
+from shoal.lowering.placement import depends_on_input, most_parts, op_of, signature
 from shoal.operators.base import Axis, Op, Rule
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import DIMS, Cut
 from shoal.planning.strategies import fit, followed
 
 FEW_RANKS = 8
-"""Up to so many ranks every number of parts is a choice; beyond, the divisors of the number of ranks."""
+"""Up to so many ranks every number of parts is a choice; beyond, divisors of the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _with_choices(
     choices = []
     for cut in cuts:
         after = followed(cut)
-        others = [pinned.get(op.layer.name) or fit(after, rule_for(op).axes(op)) for op in ops[1:]]
+        others = [pinned.get(op.layer.name) or fit(after, axes_of(op)) for op in ops[1:]]
         choices.append((cut, *others))
     return Stage(ops, tuple(choices))
 
@@ -115,14 +115,15 @@ def _with_choices(
 def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None) -> Iterator[Cut]:
     """Every cut of a layer along these dims over at most so many ranks, uneven ones too, the whole layer first.
 
-    With more than a few ranks the numbers of parts are divisors of theirs, and partial sums (`k`) combine with
-    samples only: the others would be most of the list. Cuts that reach over hosts of `per_host` ranks come in two
+    With more than a few ranks the numbers of parts are divisors of theirs, or of a rounder number just below, so that a
+    13th device makes no plan worse; and partial sums (`k`) combine with samples only: the others would be most of the
+    list. Cuts that reach over hosts of `per_host` ranks come in two
     orders, with samples on different hosts and with samples on neighbours.
     """
     rule = rule_for(op)
     axes: Sequence[Axis] = () if rule is WHOLE else [axis for axis in rule.axes(op) if axis.letter in letters]
     few = ranks <= FEW_RANKS
-    degrees = [d for d in range(1, ranks + 1) if few or ranks % d == 0]
+    degrees = [d for d in range(1, ranks + 1) if few or ranks % d == 0 or round_number(ranks) % d == 0]
 
     def extend(rest: Sequence[Axis], left: int) -> Iterable[dict[str, int]]:
         if not rest:
@@ -144,10 +145,22 @@ def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None
                 yield Cut((*usual.degrees[1:], usual.degrees[0]))
 
 
+@cache
+def round_number(ranks: int) -> int:
+    """The largest number up to this one that has no other prime factors than 2, 3 and 5: it divides in many ways.
+
+    >>> round_number(64), round_number(13), round_number(14)
+    (64, 12, 12)
+    """
+    for number in range(ranks, 1, -1):
+        rest = number
+        for prime in (2, 3, 5):
+            while not rest % prime:
+                rest //= prime
+        if rest == 1:
+            return number
+    return 1
+
+
 def _signature(op: Op, cuts: Sequence[Cut]) -> str:
-    plain = [(name, value) for name, value in op.layer.arguments.items() if not _has_tensor(value)]
-    return repr((op.layer.op, op.layer.result, op.out, sorted(op.shapes.items()), plain, [str(cut) for cut in cuts]))
-
-
-def _has_tensor(value: object) -> bool:
-    return isinstance(value, Value | State) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
+    return f"{signature(op)} {[str(cut) for cut in cuts]}"

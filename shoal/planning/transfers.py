@@ -1,11 +1,11 @@
 """How long moves take on a cluster's links, for many pairs of cuts at once.
 
-A transfer takes, on every level of links it crosses, the latency once and then the bytes of the busiest rank, sent or
-received, whichever is more; where the ranks of a host share one link, the bytes of the busiest host. Backward moves the
-same bytes the other way, in the same time.
+A transfer takes, on each level of links that it crosses, the latency once and then the bytes of the busiest rank, sent
+or received, whichever is more; where the ranks of a host share one link, the bytes of the busiest host. Levels are
+other links and work at the same time, so that the slowest decides. Backward moves the same bytes the other way, in
+the same time. It is what the simulator has for a transfer that meets nothing else on its way.
 """
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from shoal.planning.boxes import Boxes, Ints
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
-AnyFloats = TypeVar("AnyFloats", Floats, Singles)
+AnyFloats = TypeVar("AnyFloats", Floats, Singles, Ints)
 MANY_RANKS = 16
 """Beyond so many ranks transfers are priced a little more roughly."""
 MANY_SAMPLED = 16
@@ -47,6 +47,41 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
             have_starts[block], have_stops[block], need_starts, need_stops, need, volumes, seen, itemsize, cluster
         )
     return seconds
+
+
+def paired_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
+    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it."""
+    count, ranks = have.starts.shape[:2]
+    if have.everywhere or not cluster.levels:
+        return np.zeros(count)
+    seen, all_ranks = _seen(ranks, cluster, SAMPLED_RANKS), np.arange(ranks)
+    level_of = np.full((len(seen), ranks), -1)
+    for index in reversed(range(len(cluster.levels))):
+        size = cluster.levels[index].size
+        level_of[seen[:, None] // size == all_ranks[None] // size] = index
+    level_of[seen[:, None] == all_ranks[None]] = -1
+    crossed = [level_of == index for index in range(len(cluster.levels))]
+    seconds = np.zeros(count)
+    for number in range(count):
+        mine = have.starts[number], have.stops[number]
+        wanted = need.starts[number], need.stops[number]
+        received = _shared_rows(wanted[0][seen], wanted[1][seen], *mine)
+        sent = _shared_rows(mine[0][seen], mine[1][seen], *wanted)
+        for index, level in enumerate(cluster.levels):
+            for elements in (received, sent):
+                amounts = np.where(crossed[index], elements, 0).sum(axis=1)
+                if level.shared and index:
+                    amounts = _of_hosts(amounts[None, None], seen // cluster.levels[index - 1].size)
+                if busiest := int(amounts.max()):
+                    seconds[number] = max(seconds[number], level.meeting + busiest * itemsize / level.bandwidth)
+    return seconds
+
+
+def _shared_rows(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> Ints:
+    """(boxes, other boxes): elements that both have."""
+    rows = np.minimum(stops[:, None], other_stops[None]) - np.maximum(starts[:, None], other_starts[None])
+    elements: Ints = np.maximum(rows, 0).prod(axis=2)
+    return elements
 
 
 def _block(
@@ -86,7 +121,7 @@ def _block(
         if level.shared and inner is not None:
             crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
         crossing = np.maximum(*crossings) * itemsize
-        seconds += np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0)
+        np.maximum(seconds, np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0), out=seconds)
         received_within, sent_within, inner = received, sent, level
     slowest: Floats = seconds.max(axis=2)
     return slowest
@@ -134,7 +169,8 @@ def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Fl
             if level.shared and index:
                 received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
             crossing = np.maximum(received, sent) * np.float32(itemsize)
-            taken += np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
+            busy = np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
+            np.maximum(taken, busy, out=taken)
             sent_before = sent_within
         seconds[part] = taken.max(axis=2)
     return seconds
@@ -241,19 +277,3 @@ def _read(starts: AnyFloats, stops: AnyFloats, first: Ints, last: Ints) -> AnyFl
     for low, high in zip(first.tolist(), last.tolist(), strict=True):
         total += np.maximum(np.minimum(stops, high) - np.maximum(starts, low), 0)
     return total
-
-
-def sum_seconds(size: float, group: Sequence[int], cluster: Cluster, *, groups_per_host: int = 1) -> float:
-    """Seconds that a ring takes to add up `size` bytes among the ranks `group`, which others do at the same time.
-
-    `groups_per_host`: how many such groups leave a host by its one link at once.
-    """
-    ranks = len(group)
-    if ranks < 2:
-        return 0.0
-    slowest = 0.0
-    for index, level in enumerate(cluster.levels):
-        inner = cluster.levels[index - 1].size if index else 1
-        if len({rank // level.size for rank in group}) < len({rank // inner for rank in group}):
-            slowest = max(slowest, level.sum_seconds(size * (groups_per_host if level.shared and index else 1), ranks))
-    return slowest

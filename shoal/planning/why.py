@@ -1,6 +1,6 @@
 """Why a plan cuts as it does: for every stage the next best cut, while all others stay as they are."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.partition import Cut
@@ -24,7 +24,7 @@ def explained(
 
     Costs what the search's tables do. `pins`: layers, by name, that have no other cut.
     """
-    return explained_by(model.tables(stages_of(model.graph, model.ranks, pins)), cuts)
+    return explained_by(model.tables(stages_of(model.graph, model.ranks, pins, per_host=model.per_host)), cuts)
 
 
 def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alternative | None]:
@@ -43,8 +43,18 @@ def alternatives(
     tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
 ) -> dict[str, Alternative | None]:
     """The next best choice of every stage; None for those that have one choice, and for the hidden ones."""
-    factors = tables.factors(exposed)
     by_stage: dict[str, Alternative | None] = {stage.name: None for stage in tables.stages}
+    for index, other, extra in close_calls(tables, choice, exposed, hidden):
+        stage = tables.stages[index]
+        by_stage[stage.name] = Alternative(stage.choices[other][0], extra)
+    return by_stage
+
+
+def close_calls(
+    tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
+) -> Iterator[tuple[int, int, float]]:
+    """(stage, its next best choice, what that would add) for every stage that has another and is not hidden."""
+    factors = tables.factors(exposed)
     for index, stage in enumerate(tables.stages):
         if index in hidden or len(stage.choices) < 2:
             continue
@@ -55,8 +65,7 @@ def alternatives(
         ]
         costs = sum(rows[1:], start=rows[0])
         other = next(int(i) for i in costs.argsort() if i != choice[index])
-        by_stage[stage.name] = Alternative(stage.choices[other][0], float(costs[other] - costs[choice[index]]))
-    return by_stage
+        yield index, other, float(costs[other] - costs[choice[index]])
 
 
 def _least_extra(by_stage: Mapping[str, Alternative | None]) -> float:

@@ -8,9 +8,9 @@ from shoal.errors import InputError
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import WHOLE
 from shoal.partition import Span
-from shoal.planning.speeds import KernelTime
 from shoal.profiling.kernels import kernel_key
 from shoal.profiling.roofline import flops, roofline
+from shoal.simulating.speeds import KernelTime
 from shoal.timings import Timings
 
 

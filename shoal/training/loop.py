@@ -24,7 +24,6 @@ from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
 from shoal.result import BytesPerStep, RunResult
-from shoal.tracing.predicted import predicted_trace
 from shoal.tracing.recording import Recording
 from shoal.training.checkpoints.progress import Progress
 from shoal.training.checkpoints.saving import Saver
@@ -201,9 +200,10 @@ class Run:
             trace, missing = recorded
             with self.folder.writing(self.folder.trace):
                 trace.from_zero().save(self.folder.trace)
-            if self.job.network.price is not None:
+            priced = self.job.network.price
+            if priced is not None and priced.trace is not None:
                 with self.folder.writing(self.folder.predicted_trace):
-                    predicted_trace(self.job.network.price).save(self.folder.predicted_trace)
+                    priced.trace.save(self.folder.predicted_trace)
             if missing is not None:
                 self._write(metrics, event="warning", text=missing)
 

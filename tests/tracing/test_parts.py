@@ -8,15 +8,12 @@ import pytest
 from shoal.config import TrainConfig
 from shoal.diary import Diary, MessageEnd, now
 from shoal.errors import ConfigError, RunError
-from shoal.planning.price import Price
 from shoal.timeline import Message, Slice, Trace
 from shoal.tracing.clocks import ahead_of, clock_offsets, offsets_of
 from shoal.tracing.merge import RankRecord, left_out, together, trace_of
 from shoal.tracing.own_loop import trace as recorded_steps
-from shoal.tracing.predicted import predicted_trace
 from shoal.tracing.summary import own_seconds, summarize
 from shoal.transport import Transport, run_ranks
-from tests.tracing.cases import nest
 
 SECOND = 10**9
 
@@ -184,38 +181,6 @@ def test_where_a_step_goes_and_who_was_late() -> None:
     assert (first.seconds, first.steps, first.rest) == pytest.approx((10.0, 1, 1.0))
     assert second.waited_for == pytest.approx(4.0)
     assert first.waited_for == 0.0, "rank 1 came last: nobody was waited for by it"
-
-
-def test_a_price_is_a_trace_of_one_step() -> None:
-    price = Price(
-        name="data",
-        cuts={},
-        ranks=2,
-        seconds=12.0,
-        compute=6.0,
-        update=1.0,
-        exposed=2.0,
-        layers=(),
-        memory=(),
-        bytes=0,
-        timeline=(
-            ("forward", 0, "conv", 0.0, 2.0),
-            ("forward", 1, "conv", 0.0, 3.0),
-            ("move", 0, "head", 2.0, 4.0),
-            ("forward", 0, "head", 4.0, 5.0),
-            ("backward", 0, "head", 5.0, 7.0),
-            ("gradients", 0, "head", 6.0, 9.0),
-        ),
-    )
-    trace = predicted_trace(price)
-    assert trace.origin == "predicted"
-    waits = {(piece.rank, piece.label, piece.start, piece.end) for piece in trace.slices if piece.kind == "wait"}
-    assert waits == {(0, "head", 2.0, 4.0), (0, "gradients", 7.0, 9.0), (1, "gradients", 3.0, 9.0)}
-    for rank in range(2):
-        own = [piece for piece in trace.slices if piece.rank == rank]
-        nest([piece for piece in own if piece.lane == "compute"])
-        assert [(piece.start, piece.end) for piece in own if piece.kind == "update"] == [(9.0, 10.0)]
-        assert [piece.seconds for piece in own if piece.kind == "step"] == [12.0]
 
 
 def test_a_second_recording_inside_the_first_is_refused() -> None:

@@ -13,7 +13,7 @@ from shoal.lowering.placement import depends_on_input, op_of, place
 from shoal.moves import Layout
 from shoal.operators.base import Op
 from shoal.partition import Box, Span, volume
-from shoal.planning.boxes import Boxes, layout_boxes, needed_boxes, owned_boxes
+from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes
 from shoal.planning.stages import cuts_of
 from tests.unit.operator_cases import EXAMPLES, WITHOUT_RULE, Example, Function
 
@@ -131,6 +131,6 @@ def test_boxes_of_every_operator_with_a_rule_and_some_without(call: str) -> None
 
 def test_boxes_of_a_given_layout() -> None:
     layout: Layout = ((Span(0, 2), Span(0, 5)), None, (Span(2, 3), Span(0, 5)))
-    boxes = layout_boxes(layout)
+    boxes = layouts_boxes([layout])
     assert [rows(boxes, 0, rank) for rank in range(3)] == list(layout)
     assert boxes.volumes.tolist() == [[10, 0, 5]]

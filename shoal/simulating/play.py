@@ -1,0 +1,465 @@
+"""Play a list of tasks in time: every class of ranks walks the list, links are shared, sums go on behind.
+
+    compute   one task at a time on each rank, in the list's order
+    links     each rank has its own on every level, or the ranks of a host share a card; each direction by itself.
+              Whatever is under way on a link at the same time gets an equal part of it
+    moves     what a rank sends and what it gets are under way when all that take part have come to them; a rank has its
+              tile when both are through, and all that it gets something from have sent theirs
+    sums      begin when the last rank of a group has come, and go through the phases of the quickest algorithm
+    contention  a sum behind computing slows it, by the link's `contention`
+
+What this leaves out: a flow that is slow elsewhere still takes its equal part of a link.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isnan, nan
+
+import numpy as np
+
+from shoal.lowering.step_traffic import GRADIENTS
+from shoal.lowering.tasks import Kernel, Moved, Summed, Task
+from shoal.simulating.classes import classes_of
+from shoal.simulating.collectives import Phase, is_card, unit_size
+from shoal.simulating.durations import Durations, Floats
+from shoal.simulating.flows import Bools, Ints
+from shoal.simulating.links import Agenda, Links
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How ranks differ from each other and from step to step. Without any, every rank is as its data sheet says."""
+
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """By rank: how fast it computes beside the others; 1 for those that are not named."""
+    jitter: float = 0.0
+    """Standard deviation of the time of a task that computes, as a part of it; log-normal, the mean stays."""
+    delay: float = 0.0
+    """Mean seconds, exponentially distributed, that each rank loses at the start of each step."""
+    seed: int = 0
+
+    @property
+    def random(self) -> bool:
+        """Whether anything is drawn."""
+        return self.jitter > 0 or self.delay > 0
+
+
+@dataclass(frozen=True)
+class Played:
+    """When every class of ranks did what."""
+
+    durations: Durations
+    steps: int
+    classes: Ints
+    """By rank, the class."""
+    starts: Floats
+    """(steps x tasks, classes): seconds since the start; NaN for tasks that a class has no part in."""
+    ends: Floats
+
+    @property
+    def first_ranks(self) -> Ints:
+        """The first rank of every class."""
+        _, first = np.unique(self.classes, return_index=True)
+        ranks: Ints = first.astype(np.int64)
+        return ranks
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return float(np.nanmax(self.ends, initial=0.0))
+
+
+def play(durations: Durations, *, steps: int = 1, noise: Noise | None = None) -> Played:
+    """Play `steps` steps, one after the other. The same noise and seed give the same times."""
+    noise = noise or Noise()
+    classes = _classes(durations, noise)
+    player = _Player(durations, classes, steps, noise)
+    player.play()
+    return Played(durations, steps, classes, np.array(player.starts), np.array(player.ends))
+
+
+def _classes(durations: Durations, noise: Noise) -> Ints:
+    ranks = durations.tasks.ranks
+    if noise.random:
+        return np.arange(ranks)
+    features: dict[int, Ints] = {-1: np.array([round(noise.speeds.get(rank, 1.0) * 1e9) for rank in range(ranks)])}
+    meetings: dict[int, Bools] = {}
+    groupings: dict[object, Ints] = {}
+    cards = [index for index in range(len(durations.cluster.levels)) if is_card(durations.cluster, index)]
+    for index in cards:
+        groupings[index] = np.arange(ranks) // unit_size(durations.cluster, index)
+    for task in durations.tasks.tasks:
+        match task.work:
+            case Kernel(placed=placed):
+                features[id(placed)] = durations.volumes(placed)
+            case Moved(have=have):
+                flows = durations.flows(task.work)
+                features[id(flows.arriving)] = flows.arriving
+                for number, amounts in enumerate((*flows.received, *flows.sent)):
+                    features[hash((id(flows), number))] = amounts
+                if task.kind == "move" and not task.work.back:
+                    meetings[hash((id(have), id(task.work.need)))] = flows.sources
+            case Summed(groups=groups, bytes=sizes):
+                if groups not in groupings:
+                    grouping = np.full(ranks, -1, dtype=np.int64)
+                    for number, group in enumerate(groups):
+                        grouping[list(group)] = number
+                    groupings[groups] = grouping
+                    for index in cards:
+                        features[hash((id(task), index))] = _groups_behind(
+                            grouping, unit_size(durations.cluster, index)
+                        )
+                features[id(task)] = np.array([*sizes, 0])[groupings[groups]]
+            case _:
+                features[id(task)] = np.array(task.work.by_rank)
+    return classes_of(ranks, features.values(), list(meetings.values()), list(groupings.values()))
+
+
+def _groups_behind(grouping: Ints, unit: int) -> Ints:
+    """By rank, how many groups have members behind its card."""
+    first = range(0, len(grouping), unit)
+    counts = [len(set(grouping[start : start + unit].tolist()) - {-1}) for start in first]
+    behind: Ints = np.repeat(counts, unit)[: len(grouping)]
+    return behind
+
+
+@dataclass
+class _Rank:
+    """One class of ranks on its way through the list."""
+
+    place: int = 0
+    """The next task."""
+    begun: int = -1
+    """Where the last step that it has begun stands in the list."""
+    missing: int = 0
+    """Tasks of the network that it waits for."""
+    computing: int | None = None
+    left: float = 0.0
+    """Seconds of the current task, alone."""
+    since: float = 0.0
+    behind: int = 0
+    """Sums that go on behind it."""
+    version: int = 0
+
+
+class _Player:
+    def __init__(self, durations: Durations, classes: Ints, steps: int, noise: Noise) -> None:
+        self.durations, self.classes, self.steps, self.noise = durations, classes, steps, noise
+        self.cluster = durations.cluster
+        self.tasks = durations.tasks.tasks
+        self.count = int(classes.max()) + 1
+        _, self.first = np.unique(classes, return_index=True)
+        total = steps * len(self.tasks)
+        self.length = total
+        self.starts = [[nan] * self.count for _ in range(total)]
+        self.ends = [[nan] * self.count for _ in range(total)]
+        self.ranks = [_Rank() for _ in range(self.count)]
+        self.random = np.random.default_rng(noise.seed)
+        self.agenda = Agenda()
+        self.links = Links(self.agenda)
+        self.contention = max((level.contention for level in self.cluster.levels), default=0.0)
+        self.units = [self._unit_classes(index) for index in range(len(self.cluster.levels))]
+        self.members = [_some(classes, task, self.count) for task in self.tasks]
+        self.seconds = [self._compute_seconds(task) for task in self.tasks]
+        self.moves = [self._parties(task) if task.kind == "move" else None for task in self.tasks]
+        self.groups = [self._groups(task) if task.kind == "sum" else None for task in self.tasks]
+        self.waiting: dict[tuple[int, int], list[int]] = {}
+        """(task, class) -> classes that wait for it: the class itself."""
+        self.posted: dict[int, set[int]] = {}
+        self.begun: set[tuple[int, int, str]] = set()
+        self.open: dict[tuple[int, int], int] = {}
+        """(task, class) -> parts of a move that are not through yet."""
+
+    # What is known before
+
+    def _compute_seconds(self, task: Task) -> list[float]:
+        if task.resource != "compute":
+            return []
+        seconds: list[float] = self.durations.compute(task)[self.first].tolist()
+        return [value / self.noise.speeds.get(int(rank), 1.0) for value, rank in zip(seconds, self.first, strict=True)]
+
+    def _unit_classes(self, index: int) -> list[tuple[int, Mapping[int, int]]]:
+        """By class: the number of its kind of host, and how many ranks of each class are there."""
+        if not is_card(self.cluster, index):
+            return []
+        unit = unit_size(self.cluster, index)
+        kinds: dict[tuple[tuple[int, int], ...], int] = {}
+        units: list[tuple[int, Mapping[int, int]]] = []
+        for rank in self.first.tolist():
+            first = rank // unit * unit
+            there = Counter(self.classes[first : first + unit].tolist())
+            kind = kinds.setdefault(tuple(sorted(there.items())), len(kinds))
+            units.append((kind, there))
+        return units
+
+    def _parties(self, task: Task) -> tuple[list[list[int]], list[list[int]]]:
+        """By class: the classes that it gets something from, and those that it sends something to."""
+        assert isinstance(task.work, Moved)
+        sources = self.durations.flows(task.work).sources
+        return (
+            [sorted(set(self.classes[sources[rank]].tolist())) for rank in self.first],
+            [sorted(set(self.classes[sources[:, rank]].tolist())) for rank in self.first],
+        )
+
+    def _groups(self, task: Task) -> list["_Group | None"]:
+        """By class: its group, one for all classes that are in it."""
+        assert isinstance(task.work, Summed)
+        number_of = np.full(len(self.classes), -1, dtype=np.int64)
+        kinds: list[tuple[int, ...]] = []
+        for number, group in enumerate(task.work.groups):
+            number_of[list(group)] = number
+            kinds.append(tuple(sorted(self.classes[list(group)].tolist())))
+        groups: dict[tuple[int, ...], _Group] = {}
+        by_class: list[_Group | None] = []
+        for rank in self.first.tolist():
+            number = int(number_of[rank])
+            if number < 0:
+                by_class.append(None)
+                continue
+            kind = kinds[number]
+            if kind not in groups:
+                phases = self.durations.phases(task, number)
+                links = [self._links_of(task.work.groups[number], number_of, kinds, phase) for phase in phases]
+                groups[kind] = _Group(frozenset(kind), phases, links)
+            by_class.append(groups[kind])
+        return by_class
+
+    def _links_of(
+        self, group: Sequence[int], number_of: Ints, kinds: Sequence[tuple[int, ...]], phase: Phase
+    ) -> list[tuple[tuple[object, ...], float, int]]:
+        """(link, seconds alone, flows) of one phase, each kind of link once."""
+        links: dict[tuple[object, ...], tuple[float, int]] = {}
+        own = kinds[int(number_of[group[0]])]
+        for load in phase.loads:
+            for rank in group:
+                kind = int(self.classes[rank])
+                if not is_card(self.cluster, load.level):
+                    links[load.level, kind] = load.own, 1
+                    continue
+                unit = unit_size(self.cluster, load.level)
+                name = (load.level, "card", self.units[load.level][kind][0])
+                if name not in links:
+                    first = rank // unit * unit
+                    numbers = set(number_of[first : first + unit].tolist()) - {-1}
+                    links[name] = load.card, sum(kinds[number] == own for number in numbers)
+        return [(name, seconds, flows) for name, (seconds, flows) in links.items() if seconds > 0]
+
+    # Walking
+
+    def play(self) -> None:
+        for number in range(self.count):
+            self.agenda.note(0.0, self._walker(number))
+        self.agenda.run()
+        stuck = [number for number, rank in enumerate(self.ranks) if rank.place < self.length]
+        assert not stuck, f"classes {stuck} wait for what never comes"
+
+    def _walker(self, number: int) -> Callable[[float], None]:
+        return lambda now: self._walk(number, now)
+
+    def _walk(self, number: int, now: float) -> None:
+        """Go on through the list until something has to be waited for."""
+        rank, length = self.ranks[number], len(self.tasks)
+        while rank.place < self.length:
+            at = rank.place
+            index = at % length
+            if not index and rank.begun < at:
+                rank.begun = at
+                self.agenda.note(now + self._overhead(), self._walker(number))
+                return
+            task = self.tasks[index]
+            if number not in self.members[index]:
+                rank.place += 1
+                continue
+            if task.resource == "compute":
+                rank.missing = self._wait_for(number, [at - index + other for other in task.after])
+                if rank.missing:
+                    return
+                if self._compute(number, at, now):
+                    return
+            else:
+                self._post(number, at, now)
+                rank.place += 1
+                if task.waits:
+                    rank.missing = self._wait_for(number, [at])
+                    if rank.missing:
+                        return
+
+    def _wait_for(self, number: int, places: Sequence[int]) -> int:
+        missing = 0
+        for at in places:
+            if number in self.members[at % len(self.tasks)] and isnan(self.ends[at][number]):
+                self.waiting.setdefault((at, number), []).append(number)
+                missing += 1
+        return missing
+
+    def _done(self, at: int, number: int, now: float) -> None:
+        """A task of the network is through for one class."""
+        self.ends[at][number] = now
+        for waiting in self.waiting.pop((at, number), ()):
+            self.ranks[waiting].missing -= 1
+            if not self.ranks[waiting].missing:
+                self.agenda.note(now, self._walker(waiting))
+
+    def _overhead(self) -> float:
+        """Seconds that a step takes before its first task."""
+        overhead = self.durations.speeds.step_overhead
+        return overhead + float(self.random.exponential(self.noise.delay)) if self.noise.delay else overhead
+
+    # Computing
+
+    def _compute(self, number: int, at: int, now: float) -> bool:
+        """Begin a task; whether it takes any time."""
+        rank, index = self.ranks[number], at % len(self.tasks)
+        seconds = self.seconds[index][number]
+        if self.noise.jitter and seconds:
+            spread = np.log1p(self.noise.jitter**2)
+            seconds *= float(self.random.lognormal(-spread / 2, spread**0.5))
+        self.starts[at][number] = now
+        rank.place += 1
+        if not seconds:
+            self.ends[at][number] = now
+            return False
+        rank.computing, rank.left, rank.since = at, seconds, now
+        self._expect(number, now)
+        return True
+
+    def _expect(self, number: int, now: float) -> None:
+        rank = self.ranks[number]
+        rank.version += 1
+        version = rank.version
+        self.agenda.note(now + rank.left * self._slower(rank), lambda then: self._computed(number, version, then))
+
+    def _slower(self, rank: _Rank) -> float:
+        return 1 + self.contention if rank.behind else 1.0
+
+    def _computed(self, number: int, version: int, now: float) -> None:
+        rank = self.ranks[number]
+        if version != rank.version or rank.computing is None:
+            return
+        self.ends[rank.computing][number] = now
+        rank.computing = None
+        self._walk(number, now)
+
+    def _behind(self, number: int, change: int, now: float) -> None:
+        """Sums that go on behind a rank begin or end."""
+        rank = self.ranks[number]
+        if rank.computing is not None and self.contention:
+            rank.left = max(rank.left - (now - rank.since) / self._slower(rank), 0.0)
+            rank.since = now
+        rank.behind += change
+        if rank.computing is not None and self.contention:
+            self._expect(number, now)
+
+    # The network
+
+    def _post(self, number: int, at: int, now: float) -> None:
+        index = at % len(self.tasks)
+        self.starts[at][number] = now
+        posted = self.posted.setdefault(at, set())
+        posted.add(number)
+        if self.moves[index] is not None:
+            self._post_move(number, at, index, posted, now)
+            return
+        group = self.groups[index]
+        assert group is not None
+        mine = group[number]
+        assert mine is not None
+        if mine.classes <= posted:
+            if self.tasks[index].label == GRADIENTS:
+                for other in mine.classes:
+                    self._behind(other, 1, now)
+            self._phase(mine, 0, at, now)
+
+    def _phase(self, group: "_Group", phase: int, at: int, now: float) -> None:
+        """Begin one phase of a sum, or end the sum."""
+        if phase == len(group.phases):
+            for number in sorted(group.classes):
+                if self.tasks[at % len(self.tasks)].label == GRADIENTS:
+                    self._behind(number, -1, now)
+                self._done(at, number, now)
+            return
+        links = group.links[phase]
+        after = group.phases[phase].latency
+        left = 2 * len(links)
+
+        def through(then: float) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self.agenda.note(then + after, lambda end: self._phase(group, phase + 1, at, end))
+
+        if not links:
+            through(now)
+        for name, seconds, flows in links:
+            for direction in ("out", "in"):
+                self.links.carry((direction, *name), seconds, flows, through)
+
+    def _post_move(self, number: int, at: int, index: int, posted: set[int], now: float) -> None:
+        parties = self.moves[index]
+        assert parties is not None
+        sources, sinks = parties
+        self.open[at, number] = self.open.get((at, number), 0) + 2 + len(sources[number])
+        for other in (number, *sources[number], *sinks[number]):
+            if other in posted:
+                if (at, other, "in") not in self.begun and posted.issuperset(sources[other]):
+                    self._carry(other, at, index, "in", now)
+                if (at, other, "out") not in self.begun and posted.issuperset(sinks[other]):
+                    self._carry(other, at, index, "out", now)
+
+    def _carry(self, number: int, at: int, index: int, direction: str, now: float) -> None:
+        """What one class gets, or what it sends, of a move."""
+        self.begun.add((at, number, direction))
+        work = self.tasks[index].work
+        parties = self.moves[index]
+        assert isinstance(work, Moved)
+        assert parties is not None
+        flows = self.durations.flows(work)
+        amounts = (flows.received if direction == "in" else flows.sent)[:, self.first[number]].tolist()
+        flights = [(level, amount) for level, amount in enumerate(amounts) if amount]
+        left = len(flights)
+
+        def through(then: float) -> None:
+            nonlocal left
+            left -= 1
+            if left > 0:
+                return
+            self._part_done(at, number, then)
+            if direction == "out":
+                for other in parties[1][number]:
+                    self._part_done(at, other, then)
+
+        if not flights:
+            through(now)
+        for index_of_level, amount in flights:
+            level = self.cluster.levels[index_of_level]
+            name: tuple[object, ...] = (direction, index_of_level, number)
+            alike = 1
+            if is_card(self.cluster, index_of_level):
+                kind, there = self.units[index_of_level][number]
+                name, alike = (direction, index_of_level, "card", kind), there[number]
+
+            def landed(then: float, latency: float = level.meeting) -> None:
+                self.agenda.note(then + latency, through)
+
+            self.links.carry(name, amount * work.itemsize / level.bandwidth, alike, landed)
+
+    def _part_done(self, at: int, number: int, now: float) -> None:
+        self.open[at, number] = self.open.get((at, number), 0) - 1
+        if not self.open[at, number] and number in self.posted[at]:
+            self._done(at, number, now)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Classes that add something up, and what each phase puts on which links."""
+
+    classes: frozenset[int]
+    phases: tuple[Phase, ...]
+    links: list[list[tuple[tuple[object, ...], float, int]]]
+
+
+def _some(classes: Ints, task: Task, count: int) -> frozenset[int]:
+    if len(task.ranks) == len(classes):
+        return frozenset(range(count))
+    return frozenset(classes[list(task.ranks)].tolist())
