@@ -1,4 +1,4 @@
-"""What the planner once got wrong: each case failed before it was mended."""
+"""What the planner once got wrong, and must not again."""
 
 from dataclasses import replace
 
