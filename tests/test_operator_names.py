@@ -49,6 +49,11 @@ NOT_OF_LAYERS = {
     "building/factory_journal.py": "what a function that makes a network calls to fill its weights",
     "building/playing.py": "which of these calls can be played again on a box of the weights",
     "building/recording.py": "which of these calls draw, and which make tensors",
+    "cli/trace.py": "kinds of what a rank does in time",
+    "timeline.py": "the same",
+    "reporting/charts.py": "the same",
+    "lowering/tasks.py": "kinds of tasks of a step",
+    "simulating/simulate.py": "the same",
     "execution/cut_parameters.py": "which functions of torch a script may call on its part of a parameter",
 }
 """Files that name operators and speak of no layer of a network."""

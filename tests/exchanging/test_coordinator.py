@@ -171,7 +171,8 @@ def test_answers_that_wait_cost_no_thread() -> None:
         for number in range(50):
             links[0].send({"ask": "serve", "number": number, "address": ["127.0.0.1", 1 + number], "token": "x"})
             assert links[0].receive().head == {}
-            assert threading.active_count() <= threads + SPARE + 1
+            # some threads are just receiving what came in a crowd; one for each answer that waits would stay
+            assert until(lambda: threading.active_count() <= threads + SPARE + 1)
         for link in links[1:]:
             assert len(link.receive().head["servers"]) == 50
 
