@@ -124,7 +124,9 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal trace open runs/traced": Left("opens a browser: tests/tracing/test_perfetto.py"),
     "shoal profile --model lenet5 --input 1,28,28 --classes 10 --batch 64 --workers 2 --out timings.json": Run(),
     "shoal trace show runs/traced --predicted --timings timings.json": Run(shown=True),
-    "shoal trace open runs/traced --predicted --timings timings.json --out both.json": Run(),
+    "shoal trace open runs/traced --predicted --timings timings.json --out both.json": Left(
+        "opens a browser: tests/tracing/test_perfetto.py"
+    ),
     "python -m scripts.operator_table": ITSELF,
     "shoal train --plan auto": TEMPLATE,
     "pip install tifffile zarr": PACKAGES,
