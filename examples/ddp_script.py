@@ -37,4 +37,5 @@ for step in range(4):
     dist.all_reduce(mean)
     if rank == 0:
         print(f"step {step} loss {mean.item():.9f}", flush=True)
+dist.barrier()  # a rank that leaves while Gloo still holds a tensor of its own may be aborted by torch
 dist.destroy_process_group()

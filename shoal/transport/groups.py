@@ -84,14 +84,17 @@ CLOSE_SECONDS = 1.0
 
 @atexit.register
 def _end_threads() -> None:
-    """End the threads of all Gloo groups of ours before the interpreter ends.
+    """End the threads of all Gloo groups of ours before the interpreter ends; a script's open world gets a moment.
 
     A thread of Gloo lets go of a tensor a moment after all have its sum. If the interpreter is ending by then, torch
     aborts the process (seen once in some 60 short scripts): `terminate called without an active exception`.
 
     Costs nothing where all messages have arrived. Where one is still under way, its thread is left as it is after
-    `CLOSE_SECONDS`. Groups of NCCL, which has no such threads, and those that a script made are left alone.
+    `CLOSE_SECONDS`. Groups of NCCL, which has no such threads, are left alone, and so are those that a script made: a
+    world that it never left has `MOMENT_SECONDS` to let go.
     """
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(MOMENT_SECONDS)
     circles = [circle for circle in _circles if circle.device.type == "cpu"]
     if not circles:
         return
