@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.capturing.batch import follow_batch
 from shoal.capturing.functional import changed_memory, doubtful_write, has_hidden_writes, memory_of, operator_of
+from shoal.capturing.lean import lean
 from shoal.capturing.place import line_of
 from shoal.capturing.prepare import make_differentiable, prepare
 from shoal.capturing.reader import Reading, counting_nodes, read
@@ -69,7 +70,7 @@ def capture_call(model: nn.Module, call: Call) -> Reading:
             f"the network {type(model).__name__} was given no tensor.", "Pass an example of every tensor it is fed."
         )
     batch = call.samples
-    with _ONE_AT_A_TIME, _quiet(), torch.enable_grad(), without_autocast(), told(model, call.tensors):
+    with _ONE_AT_A_TIME, _quiet(), lean(), torch.enable_grad(), without_autocast(), told(model, call.tensors):
         refuse_hooks(model)
         reading, traced = _read(model, call, batch)
         _refuse_unknown_draws(reading.graph)

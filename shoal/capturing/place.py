@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 TORCH = str(Path(torch.__file__).parent)
+LAYERS = f"{TORCH}/nn/modules/"
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _DECORATORS = str(Path(TORCH) / "utils" / "_contextlib.py")
 CAPTURING = str(Path(__file__).parent)
@@ -81,7 +82,7 @@ def _of_python(file: str) -> bool:
 def _deepest(frames: list[tuple[str, int, str]]) -> str:
     """The user's own line; where there is none, the line of torch's layer."""
     own = [frame for frame in frames if not _is_pythons(frame[0]) and not frame[0].startswith(TORCH)]
-    layers = [frame for frame in frames if frame[0].startswith(f"{TORCH}/nn/modules/")]
+    layers = [frame for frame in frames if frame[0].startswith(LAYERS)]
     file, line, code = (own or layers or [("", 0, "")])[-1]
     return f" at {file}:{line} ({code})" if file else ""
 

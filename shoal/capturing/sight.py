@@ -8,8 +8,8 @@ A capture holds for the Python values that the code met. They are:
     globals                     that `forward`, or a function that it reaches, has the name of
 
 Code is reached by names alone: from `forward` to every method, function and global whose name stands in it. Where it
-looks names up as it runs (getattr, vars, ...), every name counts. Code and objects of torch, numpy and Python itself
-are taken as one thing each.
+looks names up as it runs (getattr, vars, ...), every name counts. Code and objects of torch, numpy, pytest and Python
+itself are taken as one thing each.
 
 Cost      some 50 ns for each value in every pass; where something changed, milliseconds.
 """
@@ -474,9 +474,12 @@ def content_of(tensor: Tensor) -> str:
 
 
 def _is_foreign(home: str | None) -> bool:
-    """Whether code is torch's, numpy's or Python's own: nobody changes it after."""
+    """Whether code is torch's, numpy's or Python's own, or pytest's, which is in every `assert` of a file of tests.
+
+    Nobody changes it after.
+    """
     top = str(home).split(".", 1)[0]
-    return top in sys.stdlib_module_names or top in ("torch", "numpy", "shoal")
+    return top in sys.stdlib_module_names or top in ("torch", "numpy", "shoal", "pytest", "_pytest")
 
 
 def _name_of(thing: Any) -> str:

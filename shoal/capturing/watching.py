@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,6 +35,7 @@ from shoal.capturing.attributes import Picture, take
 from shoal.capturing.custom_functions import Tracing
 from shoal.capturing.place import called_by_network, line_now, read_by_network
 from shoal.capturing.questions import GRAD_MODE, REQUIRES_GRAD, askable, from_network, question_of, variable
+from shoal.capturing.replacing import here, replaced
 from shoal.errors import CaptureError
 
 log = logging.getLogger("shoal")
@@ -137,8 +137,9 @@ class Watch:
         self.refused: list[CaptureError] = []
         """What was refused, even if the network caught the error."""
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._modules: list[tuple[int, tuple[object, ...]]] = []
-        """The modules that are running, outermost first, with the random generators as they were."""
+        self._modules: list[tuple[int, tuple[object, ...] | None]] = []
+        """The modules that are running, outermost first, with the random generators as they were; torch's own layers
+        without, since they draw with torch alone."""
         self.drawing: str | None = None
         """The innermost module that drew a random number which torch.export does not see."""
         self.before: Picture | None = None
@@ -203,7 +204,7 @@ class Watch:
     def _replace(self, stack: ExitStack) -> None:
         single = torch.autograd.function._SingleLevelFunction
         context = torch.autograd.function.FunctionCtx
-        stack.enter_context(_replaced(single, "apply", classmethod(self._mine(self._apply, _plain_apply))))
+        stack.enter_context(replaced(single, "apply", classmethod(here(self._apply, _plain_apply))))
         stack.enter_context(self._extended(context, "mark_dirty", lambda *_: self._functions.mark_dirty()))
         stack.enter_context(
             self._extended(
@@ -223,10 +224,10 @@ class Watch:
         ]
         for kind, name, own in surroundings:
             plain = getattr(kind, name)
-            stack.enter_context(_replaced(kind, name, self._mine(partial(own, plain), plain)))
+            stack.enter_context(replaced(kind, name, here(partial(own, plain), plain)))
         generator = "_checkpoint_without_reentrant_generator"
         plain = getattr(torch_checkpoint, generator)
-        stack.enter_context(_replaced(torch_checkpoint, generator, self._mine(self._checkpoint, plain)))
+        stack.enter_context(replaced(torch_checkpoint, generator, here(self._checkpoint, plain)))
         for name in ("grad", "backward"):
             stack.enter_context(self._extended(torch.autograd, name, self._refuse_backward))
         stack.enter_context(self._extended(torch_vmap, "_vmap_increment_nesting", self._refuse_transform))
@@ -236,27 +237,18 @@ class Watch:
             stack.enter_context(self._extended(kind, "__init__", self._note_undecided))
         for (owner, name), question in askable():
             plain = getattr(owner, name)
-            stack.enter_context(_replaced(owner, name, self._mine(partial(self._answer, plain, question), plain)))
+            stack.enter_context(replaced(owner, name, here(partial(self._answer, plain, question), plain)))
         stack.enter_context(self._extended(torch.enable_grad, "__enter__", lambda _: self._switch_on(mode=True)))
         stack.enter_context(
             self._extended(torch.set_grad_enabled, "__init__", lambda _, mode: self._switch_on(mode=mode))
         )
         plain = os._Environ.__getitem__
-        stack.enter_context(_replaced(os._Environ, "__getitem__", self._mine(partial(_of_self, self, plain), plain)))
+        stack.enter_context(replaced(os._Environ, "__getitem__", here(partial(_of_self, self, plain), plain)))
         for register, own_hook in (
             (torch_modules.register_module_forward_pre_hook, self._enter_module),
             (torch_modules.register_module_forward_hook, self._leave_module),
         ):
-            stack.callback(register(self._mine(own_hook, lambda *_: None)).remove)
-
-    def _mine(self, own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """`own` in this thread, `plain` in all others."""
-        here = threading.get_ident()
-
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            return (own if threading.get_ident() == here else plain)(*args, **kwargs)
-
-        return chosen
+            stack.callback(register(here(own_hook, lambda *_: None)).remove)
 
     def _extended(self, owner: Any, name: str, before: Callable[..., None]) -> Any:
         """`owner.name` with something done before."""
@@ -266,7 +258,7 @@ class Watch:
             before(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        return _replaced(owner, name, self._mine(both, plain))
+        return replaced(owner, name, here(both, plain))
 
     # Autograd
 
@@ -420,13 +412,13 @@ class Watch:
                 self.before = take(self.model)
             self._calls = _Calls(self)
             self._calls.__enter__()  # type: ignore[no-untyped-call]
-        self._modules.append((id(module), _generators()))
+        self._modules.append((id(module), None if _is_torchs(module) else _generators()))
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         while self._modules:
             entered, before = self._modules.pop()
             if entered == id(module):
-                if self.drawing is None and _generators() != before:
+                if self.drawing is None and before is not None and _generators() != before:
                     self.drawing = self.where((*(other for other, _ in self._modules), entered))
                 break
         if not self._modules:
@@ -495,20 +487,6 @@ def _plain_apply(cls: type[torch.autograd.Function], *arguments: Any, **named: A
     return super(torch.autograd.function._SingleLevelFunction, cls).apply(*arguments, **named)  # type: ignore[misc]
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
 _said: set[str] = set()
 
 
@@ -529,8 +507,16 @@ def _numpy() -> Any:
 def _generators() -> tuple[object, ...]:
     """The states of Python's and numpy's generators, and the seed of torch's, to compare."""
     numpy = _numpy()
-    states = () if numpy is None else (numpy.get_state()[1].tobytes(), numpy.get_state()[2])
+    states: tuple[object, ...] = ()
+    if numpy is not None:
+        _, numbers, position, *_ = numpy.get_state()
+        states = numbers.tobytes(), position
     return (random.getstate(), states, torch.default_generator.initial_seed())
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module's code is torch's, and not that of a class or a function of the user's."""
+    return type(module).__module__.startswith("torch.") and "forward" not in vars(module)
 
 
 def _generator_states() -> tuple[Any, Any, Tensor]:

@@ -145,8 +145,7 @@ def unit_gradients(m: Any, x: Tensor) -> Any:
 
 def several_results(m: Any, x: Tensor) -> Any:
     product, chosen, total, nothing, text = Several.apply(m.conv(x), m.gain, (1, 2))
-    if (nothing, text) != (None, "text"):  # an assert would be pytest's code, all of which the network would then read
-        raise ValueError(text)
+    assert (nothing, text) == (None, "text")
     return product * chosen.unsqueeze(1) + total[..., None, None]
 
 
