@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from traceback import FrameSummary, StackSummary
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import GraphModule, proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
-from shoal.capturing.place import CAPTURING, LAYERS, TORCH
+from shoal.capturing.place import CAPTURING, LAYERS, TORCH, TRACING
 from shoal.capturing.replacing import here, replaced
 
 
@@ -87,22 +87,15 @@ class _Stack:
     def summary(self) -> StackSummary:
         """The frames that lead to this node and that `place.line_of` may name, outermost first."""
         frames = []
-        frame = sys._getframe(2)
-        while frame is not None and not _begins(frame.f_code):
-            if _tells(frame.f_code):
-                code = frame.f_code
-                frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
-            frame = frame.f_back  # type: ignore[assignment]
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and (file := frame.f_code.co_filename) != TRACING:  # from there on it is the caller's
+            name = frame.f_code.co_name
+            if name == "forward" or _tells(file):  # torch.fx keeps no frame outside of the first `forward`
+                frames.append(FrameSummary(file, frame.f_lineno, name, lookup_line=False))
+            frame = frame.f_back
         return StackSummary.from_list(frames[::-1])
 
 
 @cache
-def _begins(code: CodeType) -> bool:
-    """Whether this is where a trace begins: what called it is none of the network's lines."""
-    return code.co_filename.startswith(CAPTURING) and code.co_name == "_watched"
-
-
-@cache
-def _tells(code: CodeType) -> bool:
-    """torch.fx itself keeps no frame outside of the first `forward`."""
-    return code.co_name == "forward" or code.co_filename.startswith(LAYERS) or not code.co_filename.startswith(TORCH)
+def _tells(file: str) -> bool:
+    return file.startswith(LAYERS) or not file.startswith((TORCH, CAPTURING))

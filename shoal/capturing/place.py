@@ -15,7 +15,7 @@ LAYERS = f"{TORCH}/nn/modules/"
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _DECORATORS = str(Path(TORCH) / "utils" / "_contextlib.py")
 CAPTURING = str(Path(__file__).parent)
-_TRACING = str(Path(__file__).with_name("tracing.py"))
+TRACING = str(Path(__file__).with_name("tracing.py"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n\s*(?P<code>[^\n]*)')
 
 
@@ -41,7 +41,7 @@ def line_now() -> str:
     frames = []
     for frame, number in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
-        if file == _TRACING:  # from here on it is the caller's
+        if file == TRACING:  # from here on it is the caller's
             break
         if not file.startswith((CAPTURING, "<")):
             frames.append((file, number, linecache.getline(file, number).strip()))

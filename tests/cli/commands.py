@@ -1,6 +1,7 @@
 """The command line in processes of its own, which begin as copies of one that has loaded torch.
 
-Other modules, such as torchrun, are started as people start them.
+So does the helper from which a command forks its ranks; tests/launching and whatever torchrun starts have one that
+loads everything itself. Other modules, such as torchrun, are started as people start them.
 """
 
 import multiprocessing as mp
@@ -8,14 +9,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Protocol
 
-LOADED = ["torch.export._trace", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"]
+LOADED = [
+    *("torch.export._trace", "torch._dynamo", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"),
+    *("shoal.training.rank", "shoal.replicas.worker"),
+]
 _numbers = count()
+_server = vars(forkserver.ForkServer())
 
 
 class Begun(Protocol):
@@ -52,13 +59,14 @@ class _Command:
     """`shoal ARGUMENTS`, as a copy of a process that has loaded torch and has done nothing else."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(LOADED)
         number = next(_numbers)
         self._files = [folder / f".printed-{number}-{name}" for name in ("out", "err")]
         self._arguments = arguments
-        self._process = context.Process(target=_command, args=(folder, arguments, environment, *self._files))
-        self._process.start()
+        with _own_server():
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(LOADED)
+            self._process = context.Process(target=_command, args=(folder, arguments, environment, *self._files))
+            self._process.start()
 
     @property
     def pid(self) -> int:
@@ -92,6 +100,23 @@ class _Command:
             self.send_signal(signal.SIGKILL)
 
 
+@contextmanager
+def _own_server() -> Iterator[None]:
+    """Within, processes are forked from a server of the commands' own.
+
+    Else `shoal.launching.forked` would find in it the helper of somebody else's program, and would spawn all processes
+    that a test starts in this process later.
+    """
+    present = vars(forkserver._forkserver)
+    others = dict(present)
+    present.update(_server)
+    try:
+        yield
+    finally:
+        _server.update(present)
+        present.update(others)
+
+
 def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str], out: Path, err: Path) -> None:
     os.chdir(folder)
     sys.path.insert(0, str(folder))  # as -m does
@@ -103,6 +128,31 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
         os.close(file)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
     sys.argv = ["shoal", *arguments]
+    vars(util)["spawnv_passfds"] = partial(_spawned, util.spawnv_passfds)
     from shoal.cli.main import main
 
     main()
+
+
+def _spawned(plain: Callable[..., int], path: bytes, words: Sequence[str], passed: Sequence[int]) -> int:
+    """A process that multiprocessing starts; the helper from which ranks are forked, as a copy of this process.
+
+    Only while this is the one thread here: others would be missing in the copy.
+    """
+    program = words[-1]
+    if "forkserver" not in program or len(list(Path("/proc/self/task").iterdir())) > 1:
+        return plain(path, words, passed)
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+            if number > 2 and number not in passed:
+                with suppress(OSError):  # that of the listing itself
+                    os.close(number)
+        for stop in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(stop, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        exec(program, {})
+    finally:
+        os._exit(1)
