@@ -269,7 +269,7 @@ class TrainConfig(Settings):
     keep: int = Field(default=2, gt=0)
     """Checkpoints that are kept, the newest; of two, the older is used where the newer is damaged."""
     restarts: int = Field(default=0, ge=0)
-    """How often a run that lost a worker goes on by itself from its last checkpoint; under torchrun: --max-restarts."""
+    """How often a run goes on from its last checkpoint by itself after a death; under torchrun: --max-restarts."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
     tensorboard: bool = False

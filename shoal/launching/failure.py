@@ -43,6 +43,8 @@ class Failure:
     notes: tuple[str, ...] = ()
     """Where it happened: the engine notes the layer."""
     trace: str = ""
+    remote: str = ""
+    """The traceback of the process before it, where it only passes on what another told it."""
 
     @property
     def is_cause(self) -> bool:
@@ -61,6 +63,7 @@ class Failure:
             error=type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None,
             notes=tuple(getattr(error, "__notes__", ())),
             trace=RemoteError.of(error).trace,
+            remote=error.__cause__.trace if isinstance(error.__cause__, RemoteError) else "",
         )
 
     def described(self) -> ShoalError:

@@ -110,11 +110,13 @@ def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     return payload
 
 
-def start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> Process:
-    """Start one process, which joins `world` and does what `payload` says."""
+def start(
+    world: World, payload: bytes, threads: int, timeout: float, device: str, *, name: str | None = None
+) -> Process:
+    """Start one process, which joins `world` and does what `payload` says. `name`: what `ps` shows, if no rank."""
     ours, theirs = mp.Pipe()
     args = (world, payload, threads, timeout, device, Path.cwd(), theirs)
-    process = forked.begin(_serve, args, name=f"shoal rank {world.number}")
+    process = forked.begin(_serve, args, name=name or f"shoal rank {world.number}")
     theirs.close()
     return Process(world.number, process, ours)
 

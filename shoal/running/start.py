@@ -12,7 +12,7 @@ from torch import nn
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
 from shoal.errors import ConfigError, DiedError, PeerError
-from shoal.launching import joined, run, surrounding
+from shoal.launching import joined, run, run_apart, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
@@ -238,7 +238,21 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
     if config.exchange_settings() is not None:
         from shoal.replicas.run import train_here  # a run without an exchange need not wait for it to load
 
-        return train_here(config, resumed, listener, kind_of_device(config, config.workers), own)
+        device = kind_of_device(config, config.workers)
+        if config.restarts == 0:
+            return train_here(config, resumed, listener, device, own)
+        threads = threads_each(config.threads, config.workers)
+        return run_apart(
+            train_here,
+            config,
+            resumed,
+            listener,
+            device,
+            own,
+            called="conductor",
+            threads=threads,
+            timeout=config.timeout,
+        )
     if config.workers == 1:
         return train_on_rank(config, resumed, listener, own=own)
     _check(config, resumed, own)
