@@ -99,6 +99,9 @@ TABLE: Mapping[str, Run | Left] = {
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
     "shoal train --out runs/mine --checkpoint-every 10min --resume auto": Run(),
+    "shoal train --elastic 2:4 --checkpoint-every 500steps --out runs/mine": Run(
+        instead="shoal train --elastic 2:4 --checkpoint-every 500steps --out runs/elastic --data digits --epochs 1"
+    ),
     "torchrun --nproc-per-node 4 --max-restarts 3 -m shoal train --out runs/mine --checkpoint-every 500steps "
     "--resume auto ...": TEMPLATE,
     "shoal compare --plans data,owt,auto,ddp --exchanges allreduce,downpour,local --workers 4 --data digits --epochs 5 "

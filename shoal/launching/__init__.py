@@ -9,8 +9,8 @@ some may be lost, `apart.py` one process that is watched from outside, `stopping
 from shoal.launching.apart import run_apart
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import leave, load_ahead, tell_stage
-from shoal.launching.ranks import run
+from shoal.launching.process import OnStage, leave, load_ahead, offer, tell_stage
+from shoal.launching.ranks import TimeOverError, run
 from shoal.launching.replicas import Replicas
 from shoal.launching.stopping import Requests, stop_signals
 from shoal.launching.world import World, surrounding
@@ -25,6 +25,9 @@ __all__ = [
     "load_ahead",
     "run",
     "run_apart",
+    "TimeOverError",
+    "offer",
+    "OnStage",
     "Replicas",
     "tell_stage",
     "leave",

@@ -10,18 +10,28 @@ from typing import TypeVar
 
 from shoal.errors import DiedError, RunError, ShoalError
 from shoal.launching.failure import Failure, RemoteError
-from shoal.launching.process import Process, Signals, end, environment, environment_of, packed, start
-from shoal.launching.ranks import LOOK_SECONDS
+from shoal.launching.process import OnStage, Process, Signals, Stages, end, environment, environment_of, packed, start
+from shoal.launching.ranks import LOOK_SECONDS, TimeOverError
 from shoal.launching.world import LOOPBACK, World
 
 Result = TypeVar("Result")
 
 
-def run_apart(function: Callable[..., Result], *args: object, called: str, threads: int, timeout: float) -> Result:
+def run_apart(
+    function: Callable[..., Result],
+    *args: object,
+    called: str,
+    threads: int,
+    timeout: float,
+    on_stage: OnStage = lambda *_: None,
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> Result:
     """`function(*args)` in a new process of this host, called `called`, such as "conductor"; what it returned.
 
     Function, arguments and result must be picklable, by cloudpickle. Stop signals of this process are passed on to it.
-    Costs some tenths of a second, and, where it starts processes itself, the time in which torch is loaded for them.
+    `on_stage` hears what it tells by `tell_stage`. Once `time_is_up`, it is asked to stop in good order, as by a user;
+    if it does, that is a `TimeOverError`. Costs some tenths of a second, and, where it starts processes itself, the
+    time in which torch is loaded for them.
 
     Raises its error, as its own class where it is one of ours; a `DiedError` where it ended without a word; a
     `KeyboardInterrupt` when asked to stop before it could do so in good order. It never outlives the call, nor do
@@ -37,13 +47,20 @@ def run_apart(function: Callable[..., Result], *args: object, called: str, threa
             processes.append(process)
             if signals.asked:  # the signal may have missed it
                 raise KeyboardInterrupt
+            stages, asked = Stages(on_stage), False
             while not process.told:
                 wait([process.pipe, process.process.sentinel], timeout=LOOK_SECONDS)
                 process.hear()
+                stages.look(processes)
+                if not asked and time_is_up():
+                    asked = True
+                    process.process.terminate()
             if process.failure is None:
                 result: Result = process.result
                 return result
             signals.raise_if_interrupted([process.failure])
+            if asked and not signals.asked and process.failure.kind == "stopped":
+                raise TimeOverError
             raise _told(process.failure, called)
         finally:
             end(processes)

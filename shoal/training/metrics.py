@@ -46,6 +46,14 @@ def line_of_test(
     return line if tested.iou is None else {**line, "test_iou": tested.iou}
 
 
+def length_of_whole_lines(path: Path) -> int:
+    """Bytes of a file up to the end of its last whole line; a killed process may have left half a line."""
+    try:
+        return path.read_bytes().rfind(b"\n") + 1
+    except FileNotFoundError:
+        return 0
+
+
 class MetricsFile:
     """Appends whole lines. Opened at a given length, so that a resumed run repeats no line.
 
