@@ -225,6 +225,8 @@ class TrainConfig(Settings):
     """Momentum of sgd and rmsprop, of which rmsprop has none unless given."""
     weight_decay: float = Field(default=Sgd.weight_decay, ge=0)
     """Penalty on the weights; of adamw 0.01 and of the others but sgd 0 unless given."""
+    last_batch: Literal["drop", "keep"] = "drop"
+    """Samples at the end of an epoch that are too few for a batch: left out of it, or trained on as a smaller one."""
     accumulate: int = Field(default=1, gt=0)
     """Batches of one step: as a step on so many times --batch, in the memory of one, but for batch norm."""
     clip: float | None = Field(default=None, gt=0)
@@ -390,6 +392,11 @@ class TrainConfig(Settings):
             unknown = self.slow
         else:
             self._check_steps(options)
+            if self.last_batch == "keep":
+                raise ConfigError(
+                    f"last_batch = 'keep' does not go with {options.name}: replicas take equal shares of a batch.",
+                    "Leave --last-batch out, or train one network over all workers: without --replicas and --exchange.",
+                )
             unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
             self._check_batch(options)
         if unknown:
@@ -417,7 +424,7 @@ class TrainConfig(Settings):
             )
         self._share_batch(self.workers)
         self.check_equal_shares()
-        refused = {"recompute": self.recompute}
+        refused = {"recompute": self.recompute, "last_batch": self.last_batch == "keep"}
         if self.plan != "ddp":
             refused["ema"], refused["amp"] = self.ema is not None, self.amp == "fp16"
             refused["bucket_bytes"] = self.bucket_bytes is not None

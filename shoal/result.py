@@ -15,7 +15,8 @@ class BytesPerStep(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     predicted: int | None
-    """None where it depends on the values that are sent, and with strategies of torch's own."""
+    """None where it depends on the values that are sent, where steps have unequal batches (`last_batch: keep`), and
+    with strategies of torch's own."""
     counted: int | None
     """None with strategies of torch's own, which send through groups of theirs where nobody counts."""
 

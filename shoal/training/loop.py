@@ -187,7 +187,7 @@ class Run:
                 taken = list(islice(batches, accumulate))
                 if diary is not None:
                     diary.note("data", "batch", reading)
-                progress.losses += train_step(job, taken, rate=rate)
+                progress.losses += train_step(job, taken, rate=rate, sizes=job.sizes(step))
                 progress.summed = [count + 1 for count in progress.summed]
                 progress.steps += 1
                 progress.position = Position(epoch, step + 1)
@@ -256,7 +256,8 @@ class Run:
             lr=rate,
             steps=count,
             seconds=seconds,
-            batch=config.samples_per_step,
+            samples=self.job.samples_after(progress.steps),
+            of_these_steps=self.job.samples_after(progress.steps) - self.job.samples_after(progress.steps - count),
         )
         self._write(metrics, **line)
 
@@ -288,7 +289,7 @@ class Run:
             tested,
             epoch=self.progress.position.epoch + 1,
             step=self.progress.steps,
-            samples=self.progress.steps * self.job.config.samples_per_step,
+            samples=self.job.samples_after(self.progress.steps),
             train_seconds=sum(self.progress.step_seconds),
             wall_seconds=time.perf_counter() - self._begun,
         )
@@ -397,21 +398,25 @@ class Run:
         with autocast(self.job):  # what is sent is in its precision
             own = [network.bytes_per_step(config.accumulate), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
+        samples = self.job.samples_after(progress.steps)
+        uneven = samples != progress.steps * config.samples_per_step  # of which the prediction is not
         measured = Measured(
             epochs=progress.position.epoch,
             best=progress.best.test,
             stopped_early=self._stops_early,
             steps=progress.steps,
-            samples=progress.steps * config.samples_per_step,
+            samples=samples,
             left_out=progress.steps
             // self.job.steps_per_epoch
-            * (len(self.job.splits.train) - self.job.steps_per_epoch * config.samples_per_step),
+            * (len(self.job.splits.train) - self.job.samples_per_epoch),
             repeated=progress.repeated,
             went_on=tuple(self.folder.went_on),
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
-            samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0)
+            samples_per_second=samples / sum(progress.step_seconds),
+            bytes_per_step=BytesPerStep(
+                predicted=None if uneven else sum(predicted), counted=round(sent / steps) if steps else 0
+            )
             if network.counts_bytes
             else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,

@@ -17,7 +17,7 @@ SHARED = "model model_options data input classes batch seed workers plan batch_n
 FLAGS = {
     TrainConfig: SHARED
     + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
-    "accumulate clip label_smoothing amp ema "
+    "last_batch accumulate clip label_smoothing amp ema "
     "replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every patience eval_steps checkpoint_every keep restarts elastic "
     "log_every tensorboard trace",
