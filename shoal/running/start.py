@@ -246,7 +246,7 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
             on_stage=clock.hear,
             time_is_up=clock.time_is_up,
         )
-    if config.workers == 1:
+    if config.workers == 1 and not config.goes_on_by_itself:
         return train_on_rank(config, resumed, listener, own=own)
     _check(config, resumed, own)
     results = run(
