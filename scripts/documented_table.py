@@ -203,7 +203,9 @@ TABLE: Mapping[str, Run | Left] = {
     "pip install cairosvg": PACKAGES,
     "shoal plan --model alexnet --input 3,64,64 --workers 4 --cluster titan-4 --batch 32": ITSELF,
     "shoal simulate owt --model alexnet --batch 512 --cluster p100-4x4": Run(),
-    "shoal simulate plan.json --model vgg16 --cluster p100-4x4 --trace step.json": Run(),
+    "shoal simulate plan.json --model vgg16 --cluster p100-4x4 --trace step.json": Run(
+        before=("shoal plan --model vgg16 --workers 4 --cluster p100-4x4 --out plan.json",)
+    ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
     "shoal plan show plan.json": Run(),

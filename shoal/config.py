@@ -475,7 +475,7 @@ class TrainConfig(Settings):
         """The exchange between replicas; None for one replica without any."""
         if self.exchange is None and self.replicas == 1:
             return None
-        return parse_exchange(self.exchange or "allreduce", self.exchange_options)
+        return parse_exchange(self.exchange or "allreduce", self.exchange_options).among(self.replicas)
 
     def rates(self) -> Rates:
         """Rate and momentum of the optimizer: the exchange's own, which it makes of those that are given."""
