@@ -20,10 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -51,15 +50,52 @@ class Stage:
     done: str
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a process says while it works, for whoever started it."""
+
+    what: object
+
+
+OnSaid = Callable[[Any], None]
+"""Told what a process says while it works."""
+
+
+class Started(Protocol):
+    """A process that was started, here or elsewhere; multiprocessing's own has all this."""
+
+    @property
+    def sentinel(self) -> int:
+        """A file that can be read once it has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it lives."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+    def terminate(self) -> None:
+        """Ask it to stop, by SIGTERM."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+
+
 @dataclass
 class Process:
     """One process, as the launcher sees it."""
 
     number: int
-    process: BaseProcess
+    process: Started
     pipe: Connection
     stage: "Stage | None" = None
     """How far it is on its way to its work."""
+    said: list[Any] = field(default_factory=list)
+    """What it has said and nobody has taken yet."""
     finished: bool = False
     result: Any = None
     failure: Failure | None = None
@@ -76,6 +112,8 @@ class Process:
                 report = pickle.loads(self.pipe.recv_bytes())
                 if isinstance(report, Stage):
                     self.stage = report
+                elif isinstance(report, Said):
+                    self.said.append(report.what)
                 elif isinstance(report, Failure):
                     self.failure = report
                 else:
@@ -84,6 +122,11 @@ class Process:
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
+
+    def take_said(self) -> list[Any]:
+        """What it has said since this was asked last."""
+        said, self.said = self.said, []
+        return said
 
 
 def environment_of(threads: int) -> dict[str, str]:
@@ -224,9 +267,18 @@ _words = count(1)
 
 def tell_stage(done: str) -> None:
     """Tell whoever started this process, for people to read, what it has done on its way to its work."""
+    _tell_launcher(Stage(next(_words), done))
+
+
+def say(what: object) -> None:
+    """Tell whoever started this process something while it works, which the launcher's `on_said` hears."""
+    _tell_launcher(Said(what))
+
+
+def _tell_launcher(report: Stage | Said) -> None:
     if _launcher is not None:
         with suppress(OSError):  # it may have ended
-            _launcher.send_bytes(pickle.dumps(Stage(next(_words), done)))
+            _launcher.send_bytes(cloudpickle.dumps(report))
 
 
 def _serve(

@@ -11,18 +11,8 @@ from typing import TypeVar
 
 from shoal.launching.failure import explain
 from shoal.launching.group import TIMEOUT
-from shoal.launching.process import (
-    OnStage,
-    Process,
-    Signals,
-    Stages,
-    end,
-    environment,
-    environment_of,
-    packed,
-    start,
-)
-from shoal.launching.world import LOOPBACK, World
+from shoal.launching.place import HERE, Gang, Place
+from shoal.launching.process import OnSaid, OnStage, Process, Signals, Stages, end, packed
 
 GRACE_SECONDS = 1.0
 """Time that the other ranks have to report after the cause is known."""
@@ -43,32 +33,31 @@ def run(
     timeout: float = TIMEOUT,
     device: str = "cpu",
     on_stage: OnStage = lambda *_: None,
+    on_said: OnSaid = lambda _: None,
+    place: Place = HERE,
 ) -> list[Result]:
-    """`function(*args)` on `workers` new processes of this host, joined in one process group; what each returned.
+    """`function(*args)` on `workers` new processes, joined in one process group; what each returned.
+
+    They are started on this host, or where `place` starts them.
 
     Function, arguments and results must be picklable, by cloudpickle; a rank learns who it is from `torch.distributed`.
     A rank that waits longer than `timeout` seconds for another gives up. `on_stage` hears how far they are with what
-    they tell by `tell_stage`.
+    they tell by `tell_stage`, `on_said` what they tell by `say`.
 
     Raises the first failing rank's error: a `ShoalError` as its own class, any other as a `RunError` that names the
     rank, the layer where the engine noted it, and the error, with the rank's traceback as its cause; a
     `KeyboardInterrupt` when asked to stop before the ranks could do so in good order. No process outlives the call.
     Costs some seconds at the first call, in which torch is loaded, and some tenths of a second at the next ones.
     """
-    from shoal.transport.table import OwnTable
-
     payload = packed(function, args)
-    table = OwnTable()  # kept here and not by rank 0, which may be the first to die
+    table = place.table(timeout)  # kept here and not by rank 0, which may be the first to die
     ranks: list[Process] = []
     with Signals(ranks) as signals:
         try:
-            with environment(**environment_of(threads)):
-                for number in range(workers):
-                    world = World(number, workers, number, workers, LOOPBACK, 0, "shoal", table=table.url)
-                    ranks.append(start(world, payload, threads, timeout, device))
+            place.start(Gang(range(workers), workers, payload, threads, timeout, device, table.url), ranks)
             if signals.asked:  # the signal may have missed ranks that had not started yet
                 raise KeyboardInterrupt
-            _supervise(ranks, Stages(on_stage))
+            _supervise(ranks, Stages(on_stage), on_said)
             failures = [rank.failure for rank in ranks if rank.failure is not None]
             if failures:
                 signals.raise_if_interrupted(failures)
@@ -84,7 +73,7 @@ def run(
             table.close()
 
 
-def _supervise(ranks: Sequence[Process], stages: Stages) -> None:
+def _supervise(ranks: Sequence[Process], stages: Stages, on_said: OnSaid) -> None:
     """Wait until every rank has reported how it ended, or its time for that is over."""
     deadline = float("inf")
     while waiting := [rank for rank in ranks if not rank.told]:
@@ -95,6 +84,8 @@ def _supervise(ranks: Sequence[Process], stages: Stages) -> None:
         wait(handles, timeout=min(seconds, LOOK_SECONDS))
         for rank in waiting:
             rank.hear()
+            for what in rank.take_said():
+                on_said(what)
         stages.look(ranks)
         deadline = min(deadline, time.monotonic() + _patience(ranks))
 

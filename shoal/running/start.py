@@ -12,13 +12,13 @@ from torch import nn
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
 from shoal.errors import ConfigError, DiedError, PeerError
-from shoal.launching import joined, run, surrounding
+from shoal.launching import joined, on_ray, run, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole
-from shoal.training.listener import Listener, Listeners
+from shoal.training.listener import Listener, Listeners, Relayed, hearing
 from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
 from shoal.training.rank import train_on_rank
@@ -224,10 +224,17 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
         check_installed()
         listener = Listeners((listener, TensorBoardEvents()))
     world = surrounding()
+    if config.on == "ray":
+        if world is not None:
+            raise ConfigError(
+                f"on = 'ray' asks Ray for the workers, but {world.origin} started this process as one of them.",
+                f"Leave --on out, or start one process without {world.origin}.",
+            )
+        return _train_on_ray(config, resumed, listener, own)
     if world is not None and world.size > 1:
         workers = world.workers(config.workers if asked else None)
         every_rank = config.exchange is not None and not config.tells("replicas")
-        config = config.on(workers) if every_rank else config.model_copy(update={"workers": workers})
+        config = config.on_workers(workers) if every_rank else config.model_copy(update={"workers": workers})
         if config.exchange_settings() is not None:
             from shoal.replicas.run import train_in_world
 
@@ -256,6 +263,34 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
         on_stage=listener.starting,
     )
     return results[0]
+
+
+def _train_on_ray(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects) -> RunResult:
+    """Ranks as actors of a Ray cluster, conducted from here. Each has one core unless --threads says more."""
+    with on_ray(listener.starting) as place:
+        device = place.device(config.device, config.workers)
+        config = config.model_copy(update={"threads": config.threads or 1, "device": device})
+        if config.exchange_settings() is not None:
+            from shoal.replicas.run import train_here
+
+            return train_here(config, resumed, listener, device, own, place)
+        _check(config, resumed, own)
+        results = run(
+            train_on_rank,
+            config,
+            resumed,
+            Relayed(),  # what rank 0 printed would be seen on its own node
+            None,
+            own,
+            workers=config.workers,
+            threads=config.threads or 1,
+            timeout=config.timeout,
+            device=device,
+            on_stage=listener.starting,
+            on_said=hearing(listener),
+            place=place,
+        )
+        return results[0]
 
 
 def _check(config: TrainConfig, resumed: Path | None, own: OwnObjects) -> None:
