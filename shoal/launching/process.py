@@ -3,8 +3,8 @@
 Processes   as `forked.py` begins them, in this one's present folder, each in a session of its own: a Ctrl-C on the
             terminal reaches this process alone, which passes it on once. A process ends when this one does, however
             that happens.
-Signals     the first SIGINT, SIGTERM or SIGHUP asks every process to stop (SIGTERM), as a training loop knows how to;
-            the second kills them. Signals that come together count as one.
+Signals     the first of `stop_signals` asks every process to stop (SIGTERM), as a training loop knows how to; the
+            second kills them. Signals that come together count as one.
 """
 
 import ctypes

@@ -231,9 +231,11 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
                 f"Leave --on out, or start one process without {world.origin}.",
             )
         return _train_on_ray(config, resumed, listener, own)
+    every_rank = config.exchange is not None and not config.tells("replicas")
+    if world is not None and world.size == 1 and not asked and (every_rank or config.replicas == 1):
+        config = config.on_workers(1)  # a run that others took part in before goes on alone
     if world is not None and world.size > 1:
         workers = world.workers(config.workers if asked else None)
-        every_rank = config.exchange is not None and not config.tells("replicas")
         config = config.on_workers(workers) if every_rank else config.model_copy(update={"workers": workers})
         if config.exchange_settings() is not None:
             from shoal.replicas.run import train_in_world
