@@ -182,7 +182,8 @@ TABLE: Mapping[str, Run | Left] = {
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 -m shoal train "
     "--plan auto ...": CLUSTER,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --nproc-per-node 4 --max-restarts 10 "
-    "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id mine -m shoal train --plan data --out runs/mine --checkpoint-every 10min "
+    "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id mine -m shoal train "
+    "--plan data --out runs/mine --checkpoint-every 10min "
     "--resume auto ...": Left("needs several hosts; two agents on one: tests/cli/test_kills.py"),
     "pip install 'shoal-train[ray]'": PACKAGES,
     "shoal train --on ray --workers 8 --plan auto ...": TEMPLATE,

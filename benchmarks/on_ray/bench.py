@@ -47,7 +47,7 @@ EXCHANGES = tuple(
     Case(name, ("--replicas", "2", "--exchange", name)) for name in EXCHANGE_NAMES if name not in NEEDS_ONE_HOST
 )
 STRUCK = tuple(
-    Case(f"{name}, a lost {strike}", (*options, "--restarts", "1"), strike, epochs=40)
+    Case(f"{name}, a lost {strike}", (*options, "--restarts", "1"), strike, epochs=12)
     for name, options in (
         ("spatial", ("--workers", "2", "--plan", "spatial", "--checkpoint-every", "20steps")),
         ("downpour", ("--replicas", "2", "--exchange", "downpour")),

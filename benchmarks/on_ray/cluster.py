@@ -65,9 +65,16 @@ class Nodes:
 
     def leftovers(self, seconds: float = 10.0) -> list[str]:
         """What runs of Shoal have left on the cluster, after a moment in which it may go."""
+        import ray
+
         deadline = time.monotonic() + seconds
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        # No longer than this: while it is connected Ray prints here what it says of nodes that are lost.
+        ray.init(address=self._cluster.address, logging_level="WARNING", log_to_driver=False)
+        try:
+            while (left := self._left()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            ray.shutdown()
         return left
 
     def _left(self) -> list[str]:
@@ -84,9 +91,8 @@ class Nodes:
 
 @contextmanager
 def nodes(count: int = 2, cores: int = 1) -> Iterator[Nodes]:
-    """A cluster of `count` nodes, to which this process is connected."""
+    """A cluster of `count` nodes."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cores, "_system_config": NOTICE, **NODE})
@@ -94,8 +100,6 @@ def nodes(count: int = 2, cores: int = 1) -> Iterator[Nodes]:
         made = Nodes(cluster, cores)
         for _ in range(count - 1):
             made.add()
-        ray.init(address=cluster.address, logging_level="WARNING", log_to_driver=False)
         yield made
     finally:
-        ray.shutdown()
         cluster.shutdown()
