@@ -65,7 +65,7 @@ def table_of(world: World, timeout: float) -> Any:
         if table is not None:
             return table
     if world.number == 0:
-        return serve_table(world.host, world.port, timeout, one_host=world.on_one_host)
+        return serve_table(world.host, world.port, timeout, one_host=world.run_on_one_host)
     return table_at(world.url, timeout)
 
 

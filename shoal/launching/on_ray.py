@@ -35,6 +35,8 @@ from shoal.machine import interface_at
 
 PASSED_ON = ("SHOAL_", "GLOO_", "NCCL_", "TORCH_")
 """How the variables of this process begin that ranks find on every node."""
+ANSWER_SECONDS = 10.0
+"""Time that a cluster has to take a connection."""
 HEAR_SECONDS = 1.0
 """Most time that an actor waits for a word of its rank before it answers that there is none."""
 TOGETHER_SECONDS = 0.05
@@ -88,18 +90,32 @@ def _connect() -> bool:
         )
     if ray.is_initialized():
         return False
+    _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Shoal tells nobody that it runs
     with _signals_kept():
         try:
             ray.init(address="auto", logging_level=logging.WARNING)
-        except ConnectionError as error:
+        except ConnectionError:
             if address:
-                raise ConfigError(
-                    f"no Ray cluster answers at RAY_ADDRESS = {address!r}: {str(error).splitlines()[0]}",
-                    "Start one there with: ray start --head, or unset RAY_ADDRESS to make one of this host.",
-                ) from None
+                raise _no_answer(address) from None
             ray.init(include_dashboard=False, logging_level=logging.WARNING)
     return True
+
+
+def _check_answers(address: str) -> None:
+    """Refuse at once an address at which nobody listens: Ray itself tries for minutes."""
+    from shoal.transport.links.sockets import somebody_listens
+
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and not somebody_listens(host, int(port), ANSWER_SECONDS):
+        raise _no_answer(address)
+
+
+def _no_answer(address: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster answers at RAY_ADDRESS = {address!r}.",
+        "Start one there with: ray start --head, or unset RAY_ADDRESS to use a cluster of this host.",
+    )
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Gang:
     patient: bool = False
     """Whether it waits for a place as long as that takes, since others train meanwhile."""
 
-    def world(self, number: int, local_rank: int, local_size: int) -> World:
+    def world(self, number: int, local_rank: int, here: int) -> World:
         """Who the process with this number is, on a host with so many of the gang."""
         size = len(self.numbers) if self.is_replica else self.everyone
         first = self.numbers[0] if self.is_replica else 0
@@ -45,12 +45,13 @@ class Gang:
             number - first,
             size,
             local_rank,
-            local_size,
+            here,
             LOOPBACK,
             0,
             "shoal",
             first=first,
             group=f"replica{first // size}" if self.is_replica else "",
+            group_here=here if self.is_replica else None,
             everyone=self.everyone if self.is_replica else 0,
             table=self.table,
         )
@@ -87,7 +88,7 @@ class Here:
         """As children of this process."""
         with environment(**environment_of(gang.threads)):
             for number in gang.numbers:
-                world = gang.world(number, number, gang.everyone)
+                world = gang.world(number, number, len(gang.numbers))
                 processes.append(start(world, gang.payload, gang.threads, gang.timeout, gang.device))
 
 

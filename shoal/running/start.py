@@ -269,6 +269,8 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
 
 def _train_on_ray(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects) -> RunResult:
     """Ranks as actors of a Ray cluster, conducted from here. Each has one core unless --threads says more."""
+    if config.exchange_settings() is None:
+        _check(config, resumed, own)
     with on_ray(listener.starting) as place:
         device = place.device(config.device, config.workers)
         config = config.model_copy(update={"threads": config.threads or 1, "device": device})
@@ -276,7 +278,6 @@ def _train_on_ray(config: TrainConfig, resumed: Path | None, listener: Listener,
             from shoal.replicas.run import train_here
 
             return train_here(config, resumed, listener, device, own, place)
-        _check(config, resumed, own)
         results = run(
             train_on_rank,
             config,

@@ -162,6 +162,14 @@ def test_without_ray_the_extra_is_named(shoal_here: Shoal, tiny: str, monkeypatc
     assert "pip install 'shoal-train[ray]'" in run.stderr
 
 
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_without_a_cluster_is_refused_at_once(address: str, shoal_here: Shoal, tiny: str) -> None:
+    run = shoal_here("train", "--on", "ray", "--data", tiny, RAY_ADDRESS=address)
+    assert run.returncode == 2
+    assert f"RAY_ADDRESS = '{address}'" in run.stderr
+
+
 def test_not_on_ray_and_under_torchrun(shoal_here: Shoal, tiny: str) -> None:
     run = shoal_here("train", "--on", "ray", "--data", tiny, RANK="0", WORLD_SIZE="1")
     assert run.returncode == 2
