@@ -421,11 +421,21 @@ class _RayGang:
 
     def _carry_out_orders(self) -> None:
         for number, pipe in self._pipes.items():
-            if not pipe.closed and _was_closed(pipe):
-                self._carry_out(number, "goodbye")
+            if not pipe.closed:
+                self._pass_down(number, pipe)
         with suppress(Empty):
             while True:
                 self._carry_out(*self._orders.get_nowait())
+
+    def _pass_down(self, number: int, pipe: Connection) -> None:
+        """What the launcher sends goes to the rank; that it closed the pipe is its goodbye."""
+        try:
+            while pipe.poll():
+                word, actor = pipe.recv_bytes(), self._actors.get(number)
+                if actor is not None:
+                    actor.pass_down.remote(word)
+        except (EOFError, OSError):
+            self._carry_out(number, "goodbye")
 
     def _carry_out(self, number: int, order: Order) -> None:
         if not self._ranks[number].is_alive():
@@ -439,14 +449,6 @@ class _RayGang:
             actor.order.remote(order)
         elif order == "terminate":  # it has not begun
             self._note_end(number, -signal.SIGTERM)
-
-
-def _was_closed(pipe: Connection) -> bool:
-    """Whether the other side has closed it; nothing else ever comes from there."""
-    try:
-        return pipe.poll() and not pipe.recv_bytes()
-    except (EOFError, OSError):
-        return True
 
 
 def _no_place(gang: Gang, need: Mapping[str, float]) -> RunError:
@@ -508,8 +510,14 @@ class ShoalRank:
             process.join(HEAR_SECONDS)
         return said, process.exitcode
 
+    def pass_down(self, word: bytes) -> None:
+        """What the launcher says to the rank."""
+        if self._process is not None:
+            with suppress(OSError):  # it has ended
+                self._process.pipe.send_bytes(word)
+
     def order(self, order: Order) -> None:
-        """What the launcher tells the rank."""
+        """What the launcher does to the rank."""
         if self._process is None:
             return
         if order == "goodbye":

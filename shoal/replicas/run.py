@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import ConfigError, LeftError, LostError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -65,6 +66,7 @@ def train_here(
         survives=options.survives,
         place=place,
     )
+    died: list[int] = []
     with _conducting(
         config,
         resumed,
@@ -78,6 +80,8 @@ def train_here(
         again = Again(_train_late, (config, conducting.meeting, config.workers, own), config.restarts)
 
         def lost(replica: int, failure: Failure) -> None:
+            if failure.kind == "died":
+                died.append(replica)
             if replica < config.replicas:  # those that came late have numbers of the coordinator's, which misses them
                 conducting.lost(replica, _why(failure))
 
@@ -98,6 +102,7 @@ def train_here(
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
+                error.loss = Loss(tuple(died), time.time(), conducting.counted)
                 if conducting.error is None or isinstance(conducting.error, LostError):
                     raise  # it says why the replica was lost
                 raise conducting.error from conducting.error.__cause__ or error
