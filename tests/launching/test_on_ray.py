@@ -137,6 +137,7 @@ def test_in_the_place_of_a_lost_node_one_that_comes_back_gives_a_replica(
 
 
 @needs_ray
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint(train: Callable[..., Begun], tmp_path: Path) -> None:
     run = train("--workers", "2", *LONG, "--checkpoint-every", "4000epochs")
     metrics = tmp_path / "o" / "metrics.jsonl"
