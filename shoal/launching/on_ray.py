@@ -395,9 +395,8 @@ class _RayGang:
             self._tell(number, Failure.of(error.cause, number))
             code, said = 1, []
         except ray.exceptions.RayError as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            what = f"was lost with its Ray actor on node {self._node_of(number)}: {lines[0].strip()}"
-            self._tell(number, Failure(number, "died", time.time(), what.rstrip(".")))
+            what = f"was lost with its Ray actor on node {self._node_of(number)} ({type(error).__name__})"
+            self._tell(number, Failure(number, "died", time.time(), what))
             code, said = 1, []
         for report in said:
             self._send(number, report)

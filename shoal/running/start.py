@@ -221,7 +221,8 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
                 f"on = 'ray' asks Ray for the workers, but {world.origin} started this process as one of them.",
                 f"Leave --on out, or start one process without {world.origin}.",
             )
-        return _train_on_ray(config, resumed, listener, own, _Clock(attempt.seconds, listener.starting))
+        # It does not grow by itself: nobody here knows whether Ray has room for more, and without that it would end.
+        return _train_on_ray(config, resumed, listener, own, _Clock(None, listener.starting))
     every_rank = config.exchange is not None and not config.tells("replicas")
     if world is not None and world.size == 1 and not asked and (every_rank or config.replicas == 1):
         config = config.on_workers(1)  # a run that others took part in before goes on alone

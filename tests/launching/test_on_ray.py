@@ -138,6 +138,24 @@ def test_in_the_place_of_a_lost_node_one_that_comes_back_gives_a_replica(
 
 @needs_ray
 @pytest.mark.thorough
+def test_an_elastic_run_goes_on_with_the_worker_that_is_left(
+    train: Callable[..., Begun], cluster: Nodes, tmp_path: Path
+) -> None:
+    run = train("--workers", "2", "--epochs", "400", "--eval-every", "400", "--elastic", "1:2")
+    metrics = tmp_path / "o" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, run)
+    try:
+        cluster.lose()
+        printed = run.communicate(timeout=150)
+    finally:
+        cluster.add()
+    assert run.returncode == 0, printed
+    result = result_of(tmp_path / "o")
+    assert (result["workers"], result["samples"]) == (1, 32_000)
+
+
+@needs_ray
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint(train: Callable[..., Begun], tmp_path: Path) -> None:
     run = train("--workers", "2", *LONG, "--checkpoint-every", "4000epochs")
     metrics = tmp_path / "o" / "metrics.jsonl"
