@@ -34,7 +34,7 @@ from shoal.errors import ConfigError
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
 """Decisions are not among them: they tell what was, not what to type."""
-PROGRAMS = "shoal|torchrun|python|pip|make|srun|pytest|mkdocs|source|git|pre-commit"
+PROGRAMS = "shoal|torchrun|python|pip|make|srun|sbatch|ray|kubectl|sky|pytest|mkdocs|source|git|pre-commit"
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) .*)")
 SECONDS = 900.0
 """That one command may take."""
@@ -102,7 +102,7 @@ def wrong(text: str) -> str | None:
     """Why a command cannot be what it is meant to be, found without running it; None where nothing is wrong."""
     words = _filled(shlex.split(text))
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
-    if "shoal" in words and program in ("torchrun", "srun"):
+    if "shoal" in words and program in ("torchrun", "srun", "ray"):
         program, arguments = "shoal", words[words.index("shoal") + 1 :]
     match program, arguments:
         case "shoal", [name, *rest]:
@@ -111,6 +111,9 @@ def wrong(text: str) -> str | None:
             return None if _is_module(module) else f"there is no module {module}"
         case (("python" | "pytest" | "torchrun"), _):
             files = [word for word in arguments if word.endswith(".py")]
+            return next((f"there is no file {file}" for file in files if not (ROOT / file).exists()), None)
+        case (("sbatch" | "kubectl" | "sky"), _):
+            files = [word for word in arguments if word.startswith("examples/")]
             return next((f"there is no file {file}" for file in files if not (ROOT / file).exists()), None)
         case "make", [target, *_] if re.match(r"\w+$", target):
             is_target = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
