@@ -19,6 +19,8 @@ class Mark(StrEnum):
     """Read where others quote it, or its authors elsewhere."""
     RECALLED = "recalled"
     """From memory: nobody here could read it again. Never to be taken for the paper's."""
+    ASSUMED = "assumed"
+    """Ours, in place of what nobody could read."""
     DERIVED = "derived"
     """Our arithmetic on numbers that are the paper's."""
     SIMULATED = "simulated"

@@ -158,9 +158,7 @@ STRATEGY = Question(
 
 def _block_5(cut: str, way: Way) -> Step:
     step = _step("vgg16", "layer-wise", way, ranks=4)
-    return Step(
-        step.network, 4, step.plan, 32, step.cluster, way=way, pins=tuple((layer, cut) for layer in _BLOCK_5)
-    )
+    return Step(step.network, 4, step.plan, 32, step.cluster, way=way, pins=tuple((layer, cut) for layer in _BLOCK_5))
 
 
 HEIGHT_AND_WIDTH = Question(
@@ -178,7 +176,7 @@ HEIGHT_AND_WIDTH = Question(
             tuple(Kernels(_block_5("h2w2", way), _BLOCK_5) for way in (_EQUAL, _PUBLISHED)),
         ),
     ),
-    ("A data sheet has no kernel that is faster on 7x7 tiles of 128 images than on 14x14 of 32; the paper timed its own.",),
+    ("By a data sheet no kernel is faster on 7x7 tiles of 128 images than on 14x14 of 32; the paper timed its own.",),
 )
 
 _ERRORS = (

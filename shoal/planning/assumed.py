@@ -1,7 +1,7 @@
 """What a cost model takes for granted about messages: as the engine works, or as OptCNN (Jia et al. 2018) counts.
 
-    sums       the quickest of ring, tree and rings within hosts      | to the server of the layer and back, copy by copy
-    transfers  ranks send at the same time: the busiest decides       | one after the other, each at its link's speed
+    sums       the quickest of ring, tree and rings within hosts    | to the server of the layer and back, copy by copy
+    transfers  ranks send at the same time: the busiest decides     | one after the other, each at its link's speed
 
 The right-hand side is that paper's t_S and t_X, so that a plan can be searched for under its own cost.
 """
@@ -49,9 +49,7 @@ def paired_one_by_one_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: 
     return _sum_over_pairs(have.starts, have.stops, need, itemsize, cluster, free=have.everywhere)
 
 
-def _sum_over_pairs(
-    starts: Ints, stops: Ints, need: Boxes, itemsize: int, cluster: Cluster, *, free: bool
-) -> Floats:
+def _sum_over_pairs(starts: Ints, stops: Ints, need: Boxes, itemsize: int, cluster: Cluster, *, free: bool) -> Floats:
     """`starts`, `stops`: (..., ranks, dims) that broadcast against those of `need`."""
     shape = np.broadcast_shapes(starts.shape[:-2], need.starts.shape[:-2])
     seconds: Floats = np.zeros(shape)

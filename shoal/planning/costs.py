@@ -175,7 +175,7 @@ class CostModel:
     bucket_bytes: int = 1 << 20
     losses: bool = False
     """Whether the network ends in one loss per sample, which stays where it is computed."""
-    assumed: Assumed = Assumed()
+    assumed: Assumed = field(default_factory=Assumed)
     """Of the tables alone: a plan that is played sends as the engine does."""
     kernels: dict[object, KernelTime] = field(default_factory=dict)
     """What `speeds` said, by layer, part and cut."""

@@ -13,7 +13,6 @@ from shoal.paper import (
     Missing,
     Number,
     Paper,
-    Question,
     Rate,
     Replicas,
     SearchTime,
@@ -53,12 +52,6 @@ def answered(paper: Paper, progress: Progress, *, measure: bool = False, steps: 
         questions.append(replace(question, lines=tuple(lines)))
     progress(total, total, "")
     return replace(paper, questions=tuple(questions))
-
-
-def reasons(question: Question) -> list[str]:
-    """Why cells of an answered question are empty, each reason once."""
-    cells = [cell for line in question.lines for cell in line.cells]
-    return list(dict.fromkeys(cell.why for cell in cells if isinstance(cell, Missing)))
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Service:
         return float(np.mean(late)) if late else 0.0
 
 
-def serve(served: Served, *, rounds: int = 40) -> Service:
+def serve(served: Served, *, rounds: int = 100) -> Service:
     """Let every worker push and fetch `rounds` times. The same seed gives the same times."""
     if rounds < 2:
         raise InputError(f"{rounds} rounds say nothing about a steady state.", "Give 2 or more.")
