@@ -24,9 +24,9 @@ SIGNS = {
     Mark.MEASURED: "m",
 }
 """What stands behind every number."""
-LEGEND = """p the paper's own      q quoted by others   ? recalled: not to be taken for the paper's
-s simulated            m measured now       d our arithmetic on the paper's
-a assumed by us"""
+LEGEND = """p the paper's own   q quoted by others   d our arithmetic on the paper's
+s simulated         m measured now       a assumed by us
+? recalled, not confirmed: not to be taken for the paper's"""
 
 
 @click.command()

@@ -45,10 +45,7 @@ def answered(paper: Paper, progress: Progress, *, measure: bool = False, steps: 
 
     questions = []
     for question in paper.questions:
-        lines = [
-            replace(line, cells=tuple(answer(cell, f"{question.title}: {line.label}") for cell in line.cells))
-            for line in question.lines
-        ]
+        lines = [replace(line, cells=tuple(answer(cell, line.label) for cell in line.cells)) for line in question.lines]
         questions.append(replace(question, lines=tuple(lines)))
     progress(total, total, "")
     return replace(paper, questions=tuple(questions))
@@ -87,8 +84,7 @@ class Answers:
                 return _simulated(f"{staleness:.1f}", staleness)
             case Cuts(of=step, layers=layers):
                 cuts = self.steps.outcome(step).cuts
-                distinct = dict.fromkeys(str(cuts[name]) for name in matching(layers, cuts))
-                return _simulated("/".join(distinct), None)
+                return _simulated("/".join(dict.fromkeys(str(cuts[name]) for name in matching(layers, cuts))), None)
             case SearchTime(of=step):
                 if not self.measure:
                     return NOT_MEASURED

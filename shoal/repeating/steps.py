@@ -119,8 +119,10 @@ def cluster_of(step: Step) -> Cluster:
 
 
 def matching(patterns: tuple[str, ...], names: Mapping[str, object]) -> list[str]:
-    """Names that one of the patterns fits, in the network's order."""
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    """Names that one of the patterns fits, in the network's order; at least one."""
+    fitting = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    assert fitting, f"{patterns} fit no layer"
+    return fitting
 
 
 def _pins(step: Step) -> dict[str, Cut]:

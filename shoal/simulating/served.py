@@ -12,7 +12,6 @@ Cost: a heap event per message and step. Not seen: deaths, joins, a switch that 
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 
@@ -85,15 +84,12 @@ class _Servers:
         self.agenda = Agenda()
         self.links = Links(self.agenda)
         self.random = np.random.default_rng(served.seed)
-        self.left = [rounds] * served.workers
         self.version = 0
         self.known = [0] * served.workers
         """By worker, the version that it computes with."""
         self.staleness: list[int] = []
-        self.ends: list[float] = []
-        """When rounds ended, of all workers."""
-        self.first_end = inf
-        """When the first worker was done with all of its rounds."""
+        self.ends: list[list[float]] = [[] for _ in range(served.workers)]
+        """When rounds ended, by worker."""
         self.arrived: list[int] = []
 
     def run(self) -> Service:
@@ -101,7 +97,7 @@ class _Servers:
             self._compute(worker, 0.0)
         self.agenda.run()
         served, total = self.served, self.served.workers * self.rounds
-        assert len(self.ends) == total, "a worker waits for what never comes"
+        assert sum(map(len, self.ends)) == total, "a worker waits for what never comes"
         seconds = self.agenda.now
         return Service(
             seconds,
@@ -112,10 +108,13 @@ class _Servers:
         )
 
     def _rate(self) -> float:
-        """Between the middle and the end of the worker that ends first: then all are still at work."""
-        since, until = self.first_end / 2, self.first_end
-        rounds = sum(since < end <= until for end in self.ends)
-        return rounds * self.served.every / (until - since)
+        """Of every worker between its middle and last round, as long as all are still at work."""
+        rate, until = 0.0, min(ends[-1] for ends in self.ends)
+        for ends in self.ends:
+            there = [end for end in ends if end <= until]
+            late = there[(len(there) - 1) // 2 :] if len(there) > 1 else ends[:2]
+            rate += self.served.every * (len(late) - 1) / (late[-1] - late[0])
+        return rate
 
     def _compute(self, worker: int, now: float) -> None:
         seconds = self.served.step * self.served.every
@@ -163,9 +162,6 @@ class _Servers:
         self.known[worker] = self.version
 
     def _fetched(self, worker: int, now: float) -> None:
-        self.ends.append(now)
-        self.left[worker] -= 1
-        if self.left[worker]:
+        self.ends[worker].append(now)
+        if len(self.ends[worker]) < self.rounds:
             self._compute(worker, now)
-        else:
-            self.first_end = min(self.first_end, now)
