@@ -99,6 +99,9 @@ TABLE: Mapping[str, Run | Left] = {
     "python -m benchmarks.strangers": BY_HAND,
     # docs/
     "shoal train --out runs/mine --checkpoint-every 10min --resume auto": Run(),
+    "shoal train --elastic 2:4 --checkpoint-every 500steps --out runs/mine": Run(
+        instead="shoal train --elastic 2:4 --checkpoint-every 500steps --out runs/elastic --data digits --epochs 1"
+    ),
     "torchrun --nproc-per-node 4 --max-restarts 3 -m shoal train --out runs/mine --checkpoint-every 500steps "
     "--resume auto ...": TEMPLATE,
     "shoal compare --plans data,owt,auto,ddp --exchanges allreduce,downpour,local --workers 4 --data digits --epochs 5 "
@@ -200,7 +203,9 @@ TABLE: Mapping[str, Run | Left] = {
     "pip install cairosvg": PACKAGES,
     "shoal plan --model alexnet --input 3,64,64 --workers 4 --cluster titan-4 --batch 32": ITSELF,
     "shoal simulate owt --model alexnet --batch 512 --cluster p100-4x4": Run(),
-    "shoal simulate plan.json --model vgg16 --cluster p100-4x4 --trace step.json": Run(),
+    "shoal simulate plan.json --model vgg16 --cluster p100-4x4 --trace step.json": Run(
+        before=("shoal plan --model vgg16 --workers 4 --cluster p100-4x4 --out plan.json",)
+    ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
     "shoal papers": Run(),

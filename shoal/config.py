@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, suggestion
 from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
 from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimizer
-from shoal.units import Period, parse_quantity
+from shoal.units import Period, WorkerRange, parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
 TORCH_STRATEGIES = ("ddp", "fsdp2", "post-local-sgd")
@@ -109,6 +109,9 @@ Workers = Annotated[
         gt=0,
         description="Ranks in all, started on this host; auto is one per core. Under torchrun and srun: their number.",
     ),
+]
+Elastic = Annotated[
+    WorkerRange | None, PlainValidator(WorkerRange.parse), PlainSerializer(lambda value: value and str(value))
 ]
 Every = Annotated[Period, PlainValidator(Period.parse), PlainSerializer(str)]
 Options = Annotated[dict[str, Any], BeforeValidator(_split_options)]
@@ -222,6 +225,8 @@ class TrainConfig(Settings):
     """Momentum of sgd and rmsprop, of which rmsprop has none unless given."""
     weight_decay: float = Field(default=Sgd.weight_decay, ge=0)
     """Penalty on the weights; of adamw 0.01 and of the others but sgd 0 unless given."""
+    last_batch: Literal["drop", "keep"] = "drop"
+    """Samples at the end of an epoch that are too few for a batch: left out of it, or trained on as a smaller one."""
     accumulate: int = Field(default=1, gt=0)
     """Batches of one step: as a step on so many times --batch, in the memory of one, but for batch norm."""
     clip: float | None = Field(default=None, gt=0)
@@ -269,7 +274,9 @@ class TrainConfig(Settings):
     keep: int = Field(default=2, gt=0)
     """Checkpoints that are kept, the newest; of two, the older is used where the newer is damaged."""
     restarts: int = Field(default=0, ge=0)
-    """How often a run that lost a worker goes on by itself from its last checkpoint; under torchrun: --max-restarts."""
+    """How often a run goes on from its last checkpoint by itself after a death; under torchrun: --max-restarts."""
+    elastic: Elastic = None
+    """MIN:MAX workers: go on with fewer after a loss, with more after a minute, or SECONDS as in MIN:MAX:SECONDS."""
     log_every: int = Field(default=50, gt=0)
     """Steps from one line of metrics.jsonl to the next."""
     tensorboard: bool = False
@@ -292,14 +299,43 @@ class TrainConfig(Settings):
         if self.init_partial and self.init is None:
             raise ConfigError("init_partial takes a part of no file.", "Name the file with --init.")
         self._decide_rates()
+        begins_with_most = self.elastic is not None and not (self.tells("workers") or self.tells("replicas"))
+        if self.elastic is not None and begins_with_most:
+            self.__dict__["workers"] = self.elastic.most
         if self.exchange is not None and not self.tells("replicas"):  # between whom, if not between all workers?
             self.__dict__["replicas"] = self.workers
-        if not self.tells("workers"):  # replicas alone say how many there are: one each
+        if not (self.tells("workers") or begins_with_most):  # replicas alone say how many there are: one each
             self.__dict__["workers"] = self.replicas
         self._check_replicas()
         if self.plan in TORCH_STRATEGIES:
             self._check_torch_strategy()
+        if self.elastic is not None:
+            self._check_elastic(self.elastic)
         return self
+
+    def _check_elastic(self, elastic: WorkerRange) -> None:
+        """A range that the run begins in, for a run that needs all its workers."""
+        options = self.exchange_settings()
+        if options is not None and options.survives:
+            raise ConfigError(
+                f"elastic = '{elastic}' is for plans and for allreduce and sync, which need all their replicas.",
+                f"Leave --elastic out: {options.name} goes on without a lost replica by itself, and --join adds one.",
+            )
+        if self.plan == "post-local-sgd":
+            raise ConfigError(
+                f"elastic = '{elastic}' does not go with post-local-sgd, whose workers have weights of their own.",
+                "Leave --elastic out, or choose another plan.",
+            )
+        if not elastic.least <= self.workers <= elastic.most:
+            raise ConfigError(
+                f"elastic = '{elastic}', but the run begins on {self.workers} workers.",
+                "Give --workers, or --replicas, within the range, or leave them out to begin with the most.",
+            )
+
+    @property
+    def goes_on_by_itself(self) -> bool:
+        """Whether somebody waits to go on with what the survivors of a loss still hold."""
+        return self.restarts > 0 or self.elastic is not None
 
     def optimizer_settings(self) -> OptimizerOptions:
         """The optimizer's own options, checked."""
@@ -356,6 +392,11 @@ class TrainConfig(Settings):
             unknown = self.slow
         else:
             self._check_steps(options)
+            if self.last_batch == "keep":
+                raise ConfigError(
+                    f"last_batch = 'keep' does not go with {options.name}: replicas take equal shares of a batch.",
+                    "Leave --last-batch out, or train one network over all workers: without --replicas and --exchange.",
+                )
             unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
             self._check_batch(options)
         if unknown:
@@ -383,7 +424,7 @@ class TrainConfig(Settings):
             )
         self._share_batch(self.workers)
         self.check_equal_shares()
-        refused = {"recompute": self.recompute}
+        refused = {"recompute": self.recompute, "last_batch": self.last_batch == "keep"}
         if self.plan != "ddp":
             refused["ema"], refused["amp"] = self.ema is not None, self.amp == "fp16"
             refused["bucket_bytes"] = self.bucket_bytes is not None
@@ -434,7 +475,7 @@ class TrainConfig(Settings):
         """The exchange between replicas; None for one replica without any."""
         if self.exchange is None and self.replicas == 1:
             return None
-        return parse_exchange(self.exchange or "allreduce", self.exchange_options)
+        return parse_exchange(self.exchange or "allreduce", self.exchange_options).among(self.replicas)
 
     def rates(self) -> Rates:
         """Rate and momentum of the optimizer: the exchange's own, which it makes of those that are given."""

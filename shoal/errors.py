@@ -27,6 +27,7 @@ on purpose: an error in the user's own code, or a bug of ours.
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
@@ -51,6 +52,20 @@ class ShoalError(Exception):
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.remedy}"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Workers that a run lost, as far as is known where it was noticed."""
+
+    lost: tuple[int, ...]
+    """Ranks, or, of replicas that need each other, replicas."""
+    noticed: float
+    """Wall clock."""
+    steps: int | None = None
+    """Steps of the run that were done."""
+    stepped: float | None = None
+    """Wall clock of the last of them: all were alive then."""
 
 
 class InputError(ShoalError):
@@ -89,6 +104,9 @@ class CheckpointError(InputError):
 
 class RunError(ShoalError):
     """A run that had begun and could not go on."""
+
+    loss: "Loss | None" = None
+    """Who was lost, where that is why and it is known."""
 
 
 class DivergedError(RunError):

@@ -7,7 +7,7 @@ what it promises, and what it does. Here is what all have in common, and where t
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -144,6 +144,10 @@ class ExchangeOptions(BaseModel):
 
     def check_replicas(self, replicas: int) -> None:
         """A `ConfigError` where so many replicas cannot do what the options say."""
+
+    def among(self, replicas: int) -> Self:  # noqa: ARG002
+        """The same options for so many replicas: what was not given and goes by their number is settled."""
+        return self
 
     def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:  # noqa: ARG002
         """What may surprise in these settings, for people."""

@@ -15,7 +15,8 @@ class BytesPerStep(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     predicted: int | None
-    """None where it depends on the values that are sent, and with strategies of torch's own."""
+    """None where it depends on the values that are sent, where steps have unequal batches (`last_batch: keep`), and
+    with strategies of torch's own."""
     counted: int | None
     """None with strategies of torch's own, which send through groups of theirs where nobody counts."""
 
@@ -86,6 +87,30 @@ class BestTest(BaseModel):
     test_iou: float | None
 
 
+class WentOn(BaseModel):
+    """One time that a run went on by itself: after a loss, or with more workers."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    why: str
+    lost: list[int]
+    """Ranks, or replicas that the others needed, that were lost; none where the run grew."""
+    workers_before: int
+    workers_after: int
+    step: int
+    """After which it went on: its weights are those of this step."""
+    checkpoint: str | None
+    """Where they were; None: it began anew."""
+    samples_again: int | None
+    """Samples that had been trained on after that step, and were once more; None where nobody lived to tell."""
+    noticed: float
+    """When it was noticed, in seconds since 1970."""
+    seconds_to_notice: float | None
+    """From the last step of all to that moment, so at most; None where nobody lived to tell."""
+    seconds_to_go_on: float | None = None
+    """From that moment to the end of the first step after it; None where there was none."""
+
+
 class RunResult(BaseModel):
     """`OUT/result.json`. A field that does not apply to a run is null; none is ever estimated."""
 
@@ -114,7 +139,9 @@ class RunResult(BaseModel):
     samples_repeated: int = 0
     """Samples that were trained on twice because the run went on with batches of another size; in `samples` once."""
     restarts: int = 0
-    """How often the run went on by itself after it had lost a worker."""
+    """How often the run went on by itself, after a loss or with more workers."""
+    went_on: list[WentOn] = Field(default_factory=list)
+    """Each of these times."""
     final_loss: float
     """Mean training loss over the last epoch."""
     test_loss: float

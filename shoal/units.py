@@ -132,3 +132,35 @@ class Period:
     def every(self, unit: str) -> int | None:
         """The count of this unit, of steps or epochs; None where it is in another."""
         return int(self.count) if self.unit == unit else None
+
+
+GROW_SECONDS = 60.0
+"""After a loss a run goes on for so long before it grows again, unless told otherwise."""
+_WORKERS = re.compile(r"([0-9]+):([0-9]+)(?::([0-9]+(?:\.[0-9]+)?))?")
+
+
+@dataclass(frozen=True)
+class WorkerRange:
+    """On how many workers a run may go on after a loss, and when lost ones are replaced."""
+
+    least: int
+    most: int
+    seconds: float = GROW_SECONDS
+
+    @classmethod
+    def parse(cls, value: object) -> Self | None:
+        """A text such as 2:4, or 2:4:30 where lost workers are replaced after 30 seconds; none is None.
+
+        >>> WorkerRange.parse("2:4"), str(WorkerRange.parse("2:4:30"))
+        (WorkerRange(least=2, most=4, seconds=60.0), '2:4:30')
+        """
+        if isinstance(value, cls) or value in (None, "none"):
+            return value if isinstance(value, cls) else None
+        found = _WORKERS.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError("MIN:MAX workers, such as 2:4, or MIN:MAX:SECONDS")
+        return cls(int(found[1]), int(found[2]), float(found[3] or GROW_SECONDS))
+
+    def __str__(self) -> str:
+        seconds = "" if self.seconds == GROW_SECONDS else f":{self.seconds:g}"
+        return f"{self.least}:{self.most}{seconds}"

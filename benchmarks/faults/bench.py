@@ -120,20 +120,24 @@ class Run:
     def __init__(self, folder: Path, mode: Mode, *, saving: bool) -> None:
         self.out, self.mode = folder / "run", mode
         (folder / "mine.py").write_text(NET)
-        together = ",".join(filter(None, [mode.options, f"heartbeat={HEARTBEAT}"]))
-        every = "1" if saving else "100000"
-        command = [sys.executable, "-m", "shoal", "train", "--model", "mine:net", "--data", "digits", "--batch", "24"]
-        command += ["--replicas", str(mode.replicas), "--workers", str(mode.replicas * mode.ranks), "--plan", "data"]
-        command += ["--exchange", mode.exchange, "--exchange-options", together, "--lr", "0.001", "--log-every", "1"]
-        command += ["--epochs", "100000", "--eval-every", every, "--checkpoint-every", every]
-        command += ["--threads", "1", "--timeout", "60", "--out", str(self.out)]
         self.printed = (folder / "printed").open("w+")
+        command = [sys.executable, "-m", "shoal", "train", *self.settings(saving=saving), "--out", str(self.out)]
         self.process = subprocess.Popen(command, cwd=folder, stdout=self.printed, stderr=subprocess.STDOUT)
         self.family: set[psutil.Process] = set()
         self.ranks: list[psutil.Process] = []
         """Of all replicas, as they were started."""
         self.shared: Path | None = None
         """Its folder of shared memory."""
+
+    def settings(self, *, saving: bool) -> list[str]:
+        """Of a run that does not end by itself."""
+        mode, every = self.mode, "1" if saving else "100000"
+        together = ",".join(filter(None, [mode.options, f"heartbeat={HEARTBEAT}"]))
+        settings = ["--model", "mine:net", "--data", "digits", "--batch", "24", "--plan", "data"]
+        settings += ["--replicas", str(mode.replicas), "--workers", str(mode.replicas * mode.ranks)]
+        settings += ["--exchange", mode.exchange, "--exchange-options", together, "--lr", "0.001", "--log-every", "1"]
+        settings += ["--epochs", "100000", "--eval-every", every, "--checkpoint-every", every]
+        return [*settings, "--threads", "1", "--timeout", "60"]
 
     def begin(self) -> bool:
         """Wait until all replicas train: one that is stopped before it came would not be missed."""

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from shoal.planning.strategies import AUTO
 from shoal.reporting.summary import Row, rows_of, show_plan
-from shoal.result import RunResult
+from shoal.result import RunResult, WentOn
 from shoal.training.listener import About, Listener
 from shoal.training.run_folder import RunFolder
 
@@ -71,6 +71,12 @@ class _Lines(Listener):
 
     def restarting(self, why: str, left: int) -> None:
         self._print(f"{why} Going on from the last checkpoint; {left} of the restarts are left.")
+
+    def regrouping(self, change: WentOn) -> None:
+        again = f"; {change.samples_again:,} samples are trained on again" if change.samples_again else ""
+        where = f"after step {change.step}{again}" if change.checkpoint else "from the beginning"
+        why = change.why.rstrip(".")
+        self._print(f"{why}. Going on with {change.workers_after} workers {where}.")
 
     def planning(self, done: int, of: int, what: str) -> None:
         if done == 0 or time.monotonic() - self._last_line > PLAIN_LINE_SECONDS:

@@ -6,7 +6,7 @@ Threads   data in memory is read in a plain loop. Data that asks for `prefetch` 
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -26,18 +26,23 @@ Item = TypeVar("Item")
 class Loader:
     """The training batches of `data` in `order`, changed by `augment`. No state: see the note in order.py.
 
-    With a `part`, only that part of each batch: a sample is changed in the same way whoever reads it.
+    With `parts`, only that part of each batch, by the size of the batch: a sample is changed in the same way whoever
+    reads it.
     """
 
     def __init__(
-        self, data: DataSet, order: BatchOrder, augment: Augment | None = None, part: BatchPart | None = None
+        self,
+        data: DataSet,
+        order: BatchOrder,
+        augment: Augment | None = None,
+        parts: Mapping[int, BatchPart] | None = None,
     ) -> None:
         if len(data) != order.samples:
             raise ValueError(f"the order is for {order.samples} samples, but the data set has {len(data)}")
         self.data = data
         self.order = order
         self.augment = augment
-        self.part = part
+        self.parts = parts
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """Batches of one epoch, from step `start` to its end. Close it to stop early."""
@@ -51,9 +56,9 @@ class Loader:
         """The batch of one step, or the part of it, read here and now."""
         indices = self.order.indices(epoch, step)
         augment = self.augment
-        if self.part is not None:
+        if self.parts is not None:
             change = None if augment is None else lambda x, y, chosen: augment(x, y, indices=chosen, epoch=epoch)
-            return self.part.read(self.data, indices, change, epoch)
+            return self.parts[len(indices)].read(self.data, indices, change, epoch)
         x, y = read_batch(self.data, epoch, indices)
         return (x, y) if augment is None else augment(x, y, indices=indices, epoch=epoch)
 

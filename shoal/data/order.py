@@ -20,15 +20,15 @@ from shoal.errors import CheckpointError, DataError
 class BatchOrder:
     """Which samples form the global batch of each step.
 
-    Every epoch is a fresh shuffle of all samples. The incomplete batch at its end is dropped; the next
-    epoch's shuffle gives those samples another chance. Costs one sort of `samples` words per epoch
-    (9 ms for 60,000), kept until another epoch is asked for.
+    Every epoch is a fresh shuffle of all samples. The incomplete batch at its end is dropped, and the next
+    epoch's shuffle gives those samples another chance; or, with `keep_last`, it is a smaller batch. Costs one sort
+    of `samples` words per epoch (9 ms for 60,000), kept until another epoch is asked for.
     """
 
-    def __init__(self, *, samples: int, batch: int, seed: int = 0) -> None:
+    def __init__(self, *, samples: int, batch: int, seed: int = 0, keep_last: bool = False) -> None:
         if batch < 1:
             raise DataError(f"a batch of {batch} samples is empty.", "Give a batch of at least 1 (--batch).")
-        if batch > samples:
+        if batch > samples and not keep_last:
             raise DataError(
                 f"a batch of {batch} samples is larger than the data set, which has {samples}.",
                 f"Give a batch of at most {samples} (--batch), or a larger data set (--data).",
@@ -36,12 +36,27 @@ class BatchOrder:
         self.samples = samples
         self.batch = batch
         self.seed = seed
+        self.keep_last = keep_last
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in one epoch, at least 1."""
-        return self.samples // self.batch
+        """Batches in one epoch, at least 1."""
+        return -(-self.samples // self.batch) if self.keep_last else self.samples // self.batch
+
+    def size(self, step: int) -> int:
+        """Samples of the batch of a step: fewer where it is the last of an epoch and kept.
+
+        >>> order = BatchOrder(samples=10, batch=4, keep_last=True)
+        >>> [order.size(step) for step in range(order.steps_per_epoch)]
+        [4, 4, 2]
+        """
+        return min(self.batch, self.samples - step * self.batch)
+
+    @property
+    def sizes(self) -> set[int]:
+        """All sizes that batches have: one, or two."""
+        return {self.size(0), self.size(self.steps_per_epoch - 1)}
 
     def indices(self, epoch: int, step: int) -> NDArray[np.int64]:
         """Sample indices of the GLOBAL batch, so any rank can take its share whatever the plan."""

@@ -1,9 +1,9 @@
 """`admm`: asynchronous consensus ADMM. Replicas solve their own problem, tied to a common solution by multipliers.
 
-Keeps       on a convex problem the common weights z go to its solution. z is the mean of what each replica that takes
-            part last sent; it is what is tested and saved.
-Gives up    replicas differ from z (measured as `spread`). On other problems the multipliers may drive replicas apart:
-            they are kept short (`dual_limit`).
+Keeps       on a convex problem, with multipliers of any length, the common weights z go to its solution. z is the mean
+            of what each replica that takes part last sent; it is what is tested and saved.
+Gives up    replicas differ from z (measured as `spread`). By random batches of one data set multipliers learn little
+            but noise, which drives replicas apart: they are kept short (`dual_limit`).
 Costs       every `period` steps a copy of the weights each way; in each replica three more copies of the weights
             (multipliers, z, what is sent), at the servers one for each replica.
 Failure     a replica that dies or freezes no longer counts, and nobody waits for it; what it did since its last
@@ -14,14 +14,14 @@ z (after Zhang & Kwok 2014).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from shoal.exchanges import Holding
-from shoal.exchanging.base import Kind, OwnWeights, distance
+from shoal.exchanging.base import Kind, OwnWeights, distance, steps_apart
 from shoal.exchanging.downpour import SPREAD_EVERY, Downpour
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
@@ -38,17 +38,18 @@ class Options(Kind):
     keeps_own = True
     counts_received = True
 
-    rho: float = Field(default=0.1, gt=0)
+    rho: float = Field(default=0.5, gt=0)
     """How strongly a replica is tied to the common solution."""
     period: int = Field(default=4, gt=0)
-    """Steps that a replica takes on its own problem between two pushes."""
+    """Steps that a replica takes on its own problem between two pushes. Unless given, 4 with two replicas and 2 with
+    more."""
     least: int = Field(default=1, gt=0)
     """Replicas that must have sent something for the common solution to be renewed (S). 1: nobody waits."""
     delay: int = Field(default=0, ge=0)
     """Renewals after which one that has not sent anything is waited for (tau). 0: never."""
-    dual_limit: float = Field(default=1.0, ge=0)
+    dual_limit: float = Field(default=0.02, ge=0)
     """Largest length of the multipliers of a tensor, as a share of rho times the length of its weights. 0 has none:
-    the penalty method, without multipliers."""
+    the penalty method, without multipliers. Replicas whose data differ need longer ones: 1 or more."""
     servers: Literal["processes"] = "processes"
     """Where the common solution is: in processes of their own."""
     shards: int = Field(default=1, gt=0)
@@ -58,6 +59,10 @@ class Options(Kind):
     def own_in_words(self) -> str:
         """Their own solutions."""
         return "weights and multipliers of their own"
+
+    def among(self, replicas: int) -> Self:
+        """Replicas send more often the more of them there are, unless it was said how often."""
+        return self.unless_given("period", steps_apart(replicas))
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
         """With servers, which keep what each replica sent last."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,6 +32,22 @@ class Kind(ExchangeOptions):
         A `ConfigError` that names what servers cannot do, with the way out.
         """
         return None
+
+    def unless_given(self, option: str, value: float) -> Self:
+        """With this value of an option that nobody gave."""
+        return self if option in self.model_fields_set else self.model_copy(update={option: value})
+
+
+def steps_apart(replicas: int) -> int:
+    """Steps between two meetings of replicas that step by themselves, unless it was said how often they meet.
+
+    The more of them step meanwhile the further they go apart, so all together take equally many; each at least 2, so
+    that any number of replicas step by themselves.
+
+    >>> [steps_apart(replicas) for replicas in (1, 2, 3, 4, 8)]
+    [4, 4, 2, 2, 2]
+    """
+    return max(2, min(4, 8 // replicas))
 
 
 class OutOfStepError(Exception):

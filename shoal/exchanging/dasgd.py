@@ -13,7 +13,7 @@ Failure     as `downpour`; a replica that is lost takes its residual with it. Of
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 from shoal.exchanges import Rates
+from shoal.exchanging.base import steps_apart
 from shoal.exchanging.downpour import Downpour
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica, taken_over
@@ -110,9 +111,13 @@ class Options(Served):
             return super().bytes_per_step(weights, replicas, in_memory=in_memory)
         return None
 
+    def among(self, replicas: int) -> Self:
+        """Replicas that step by themselves meet more often the more of them there are, unless it was said how often."""
+        return self if self.n_push or self.n_fetch else self.unless_given("n_sync", steps_apart(replicas))
+
     def own_rates(self, given: Rates, replicas: int) -> Rates:
         """Every replica's gradient, or change, is an update."""
-        return asynchronous_rates(given, replicas, momentum_is_common=self.momentum_at == "server")
+        return asynchronous_rates(given, replicas)
 
     def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:
         """Momentum may add up."""

@@ -14,13 +14,14 @@ own optimizer it is EAMSGD.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from shoal.exchanges import Holding
-from shoal.exchanging.base import Kind, OwnWeights, distance
+from shoal.exchanging.base import Kind, OwnWeights, distance, steps_apart
 from shoal.exchanging.downpour import SPREAD_EVERY, Downpour
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
@@ -38,7 +39,7 @@ class Options(Kind):
     counts_received = True
 
     period: int = Field(default=4, gt=0)
-    """Steps from one push and fetch to the next (tau)."""
+    """Steps from one push and fetch to the next (tau). Unless given, 4 with two replicas and 2 with more."""
     moving_rate: float = Field(default=0.9, gt=0, le=1)
     """How far the centre goes towards the replicas when each has pushed once (beta): one push goes
     moving_rate / replicas of the way."""
@@ -46,6 +47,10 @@ class Options(Kind):
     """Where the centre is: direct (shared memory of one host), processes, threads (in the replicas)."""
     shards: int | None = Field(default=None, gt=0)
     """Into how many parts the centre is cut, each with a lock of its own; large tensors are split."""
+
+    def among(self, replicas: int) -> Self:
+        """Replicas meet the centre more often the more of them there are, unless it was said how often."""
+        return self.unless_given("period", steps_apart(replicas))
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:
         """The centre is a copy of the weights."""

@@ -5,10 +5,10 @@ Keeps       mode=push (GoSGD, Blot et al. 2016): every replica has a share, and 
             which messages arrive. mode=pair: two replicas meet in the middle, and the plain mean stays. That mean is
             tested and saved. One replica is plain SGD, bit for bit. All of this also with `compress`, to rounding.
 Gives up    replicas differ from each other (measured as `spread` when their mean is taken).
-Costs       per step and replica `probability` copies of the weights, sent beside the training; two or three more
-            copies of the weights in each replica (what is sent, what arrived). A test asks every replica for its
-            weights. With `compress` messages are smaller. mode=push, bf16 or int8: no more memory; a step that sends
-            takes as long as compressing. mode=pair: beside the training, and a copy of the weights more for every
+Costs       per step and replica `probability` copies of the weights, in pairs as many back, beside the training; two
+            or three more copies of the weights in each replica (what is sent, what arrived). A test asks every replica
+            for its weights. With `compress` messages are smaller. mode=push, bf16 or int8: no more memory; a step that
+            sends takes as long as compressing. mode=pair: beside the training, and a copy of the weights more for every
             other replica that this one ever met, three until it met that one twice; the first message of a pair is
             whole.
 Failure     a replica that dies or freezes is missed by nobody. What was on its way to it goes back to the sender; its
@@ -27,14 +27,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from shoal.errors import ConfigError, PeerError
-from shoal.exchanging.base import OwnWeights, distance
+from shoal.exchanging.base import OwnWeights, distance, steps_apart
 from shoal.exchanging.compression.codecs import Codec
 from shoal.exchanging.compression.options import Compressing
 from shoal.exchanging.compression.packing import Packer
@@ -60,11 +60,16 @@ class Options(Compressing):
     keeps_own = True
 
     probability: float = Field(default=0.25, ge=0, le=1)
-    """Of sending after a step."""
+    """Of sending after a step. Unless given, 0.25 with two replicas and 0.5 with more."""
     period: int | None = Field(default=None, gt=0)
     """Send after every so many steps, in the place of `probability`."""
-    mode: Literal["push", "pair"] = "push"
-    """push: the receiver mixes by shares. pair: both take the mean of the two."""
+    mode: Literal["push", "pair"] = "pair"
+    """pair: both take the mean of the two. push (GoSGD): the receiver mixes by shares, and nothing is sent back; what
+    is on its way learns nothing meanwhile, so that accuracy is lost where messages take as long as steps."""
+
+    def among(self, replicas: int) -> Self:
+        """Replicas send more often the more of them there are, unless it was said how often."""
+        return self.unless_given("probability", 1 / steps_apart(replicas))
 
     @property
     def own_in_words(self) -> str:

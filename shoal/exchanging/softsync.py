@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pydantic import Field
 from torch.optim import Optimizer
 
-from shoal.exchanges import Holding
+from shoal.exchanges import Holding, Rates
 from shoal.exchanging.base import Kind
 from shoal.exchanging.downpour import Downpour
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica, taken_over
-from shoal.exchanging.servers.options import Servers, check_threads, place_of_weights
+from shoal.exchanging.servers.options import Servers, check_threads, place_of_weights, shorter
 from shoal.exchanging.servers.reach import reach_shards
 
 
@@ -41,6 +41,10 @@ class Options(Kind):
     def gathered(self, replicas: int) -> int:
         """Gradients that make an update."""
         return max(1, replicas // self.n)
+
+    def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
+        """An update is by a whole batch, but its gradients are of older weights, which acts as more momentum."""
+        return Rates(given.lr, shorter(given.momentum))
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:
         """With the sum beside weights and momentum."""

@@ -2,13 +2,15 @@
 
 `world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process and `forked.py` how it
 begins, `ranks.py` starts and supervises ranks of this host that live and die together, `replicas.py` groups of which
-some may be lost, `stopping.py` counts how often one asked to stop, `failure.py` decides what went wrong first.
+some may be lost, `apart.py` one process that is watched from outside, `stopping.py` counts how often one asked to stop,
+`failure.py` decides what went wrong first.
 """
 
+from shoal.launching.apart import run_apart
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import leave, load_ahead, tell_stage
-from shoal.launching.ranks import run
+from shoal.launching.process import OnStage, leave, load_ahead, offer, tell_stage
+from shoal.launching.ranks import TimeOverError, run
 from shoal.launching.replicas import Replicas
 from shoal.launching.stopping import Requests, stop_signals
 from shoal.launching.world import World, surrounding
@@ -22,6 +24,10 @@ __all__ = [
     "assembled",
     "load_ahead",
     "run",
+    "run_apart",
+    "TimeOverError",
+    "offer",
+    "OnStage",
     "Replicas",
     "tell_stage",
     "leave",

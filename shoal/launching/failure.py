@@ -43,6 +43,8 @@ class Failure:
     notes: tuple[str, ...] = ()
     """Where it happened: the engine notes the layer."""
     trace: str = ""
+    remote: str = ""
+    """The traceback of the process before it, where it only passes on what another told it."""
 
     @property
     def is_cause(self) -> bool:
@@ -58,9 +60,10 @@ class Failure:
             kind=_kind(error),
             when=time.time(),
             what=f"{type(error).__name__}: {lines[0]}".rstrip(": ."),
-            error=type(error)(error.problem, error.remedy) if isinstance(error, ShoalError) else None,
+            error=_alone(error) if isinstance(error, ShoalError) else None,
             notes=tuple(getattr(error, "__notes__", ())),
             trace=RemoteError.of(error).trace,
+            remote=error.__cause__.trace if isinstance(error.__cause__, RemoteError) else "",
         )
 
     def described(self) -> ShoalError:
@@ -135,6 +138,14 @@ def _lost(
     )
     error.__cause__ = RemoteError(first.trace)
     return error
+
+
+def _alone(error: ShoalError) -> ShoalError:
+    """The same error without what it came from, which may not survive pickling."""
+    alone = type(error)(error.problem, error.remedy)
+    if isinstance(error, RunError) and isinstance(alone, RunError):
+        alone.loss = error.loss
+    return alone
 
 
 def _kind(error: BaseException) -> FailureKind:

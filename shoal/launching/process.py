@@ -51,6 +51,17 @@ class Stage:
     done: str
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a process that lost another says before it ends: how far it is, and whether it could save that."""
+
+    steps: int
+    stepped: float
+    """Wall clock of the last step."""
+    whole: bool
+    """Whether all of the run's state is in this process."""
+
+
 @dataclass
 class Process:
     """One process, as the launcher sees it."""
@@ -60,6 +71,8 @@ class Process:
     pipe: Connection
     stage: "Stage | None" = None
     """How far it is on its way to its work."""
+    offer: Offer | None = None
+    """It lost another, and waits to hear whether it should save what it has."""
     finished: bool = False
     result: Any = None
     failure: Failure | None = None
@@ -76,6 +89,8 @@ class Process:
                 report = pickle.loads(self.pipe.recv_bytes())
                 if isinstance(report, Stage):
                     self.stage = report
+                elif isinstance(report, Offer):
+                    self.offer = report
                 elif isinstance(report, Failure):
                     self.failure = report
                 else:
@@ -84,6 +99,12 @@ class Process:
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
+
+
+def let_save(process: Process) -> None:
+    """Accept what a process offered."""
+    with suppress(OSError):  # it may have died meanwhile
+        process.pipe.send_bytes(b"save")
 
 
 def environment_of(threads: int) -> dict[str, str]:
@@ -110,11 +131,13 @@ def packed(function: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     return payload
 
 
-def start(world: World, payload: bytes, threads: int, timeout: float, device: str) -> Process:
-    """Start one process, which joins `world` and does what `payload` says."""
+def start(
+    world: World, payload: bytes, threads: int, timeout: float, device: str, *, name: str | None = None
+) -> Process:
+    """Start one process, which joins `world` and does what `payload` says. `name`: what `ps` shows, if no rank."""
     ours, theirs = mp.Pipe()
     args = (world, payload, threads, timeout, device, Path.cwd(), theirs)
-    process = forked.begin(_serve, args, name=f"shoal rank {world.number}")
+    process = forked.begin(_serve, args, name=name or f"shoal rank {world.number}")
     theirs.close()
     return Process(world.number, process, ours)
 
@@ -227,6 +250,20 @@ def tell_stage(done: str) -> None:
     if _launcher is not None:
         with suppress(OSError):  # it may have ended
             _launcher.send_bytes(pickle.dumps(Stage(next(_words), done)))
+
+
+def offer(steps: int, stepped: float, *, whole: bool) -> bool:
+    """After this process lost another: tell whoever started it what it could save; whether it should.
+
+    Waits for the answer, which comes when all have told how far they are, or with the end.
+    """
+    if _launcher is None:
+        return False
+    try:
+        _launcher.send_bytes(pickle.dumps(Offer(steps, stepped, whole)))
+        return _launcher.recv_bytes() == b"save"
+    except (EOFError, OSError):  # nobody wants it, or nobody is there any more
+        return False
 
 
 def _serve(

@@ -17,7 +17,7 @@ from shoal.config import TrainConfig
 from shoal.errors import MessageError, RunError, ShoalError
 from shoal.exchanges import ExchangeOptions, Holding
 from shoal.exchanging import Event, Meeting, MeetingPlace, Member
-from shoal.launching import RemoteError
+from shoal.launching import RemoteError, tell_stage
 from shoal.replicas.conductor import Conductor, Whereabouts
 from shoal.replicas.effects import (
     Effect,
@@ -40,6 +40,7 @@ from shoal.result import RunResult
 from shoal.tracing.clocks import own_clock
 from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.listener import About, Listener
+from shoal.training.loop import TRAINING
 from shoal.transport.links import Frame
 
 LOOKS_PER_HEARTBEAT = 4
@@ -83,6 +84,8 @@ class Conducting:
         )
         self._coordinator = self._place.coordinator
         self._changed = self._coordinator.changed
+        self._stepped = False
+        """Whether a step was done."""
         self._closing = threading.Event()
         pause = options.heartbeat / LOOKS_PER_HEARTBEAT
         self._looking = threading.Thread(target=self._look, args=(pause,), name="shoal-progress", daemon=True)
@@ -119,6 +122,12 @@ class Conducting:
     def start_servers(self) -> None:
         """Start the server processes, if there are any."""
         self._place.start_servers(on_end=self._server_ended)
+
+    @property
+    def counted(self) -> int:
+        """Batches that were trained on and counted."""
+        with self._changed:
+            return self._conductor.counted
 
     def stop(self) -> None:
         """The user asked for it: let one replica save, then all leave."""
@@ -238,6 +247,7 @@ class Conducting:
                     case Mark():
                         self._recorder.mark(effect.replica)
                     case Stepped():
+                        self._note_first_step()
                         with _listening():
                             self._listener.stepped(effect.steps, effect.epochs)
                     case Told():
@@ -255,6 +265,13 @@ class Conducting:
             self._on_error(error)
             return []
         return later
+
+    def _note_first_step(self) -> None:
+        """Tell whoever started this process, and note it where the run goes on by itself."""
+        if not self._stepped:
+            self._stepped = True
+            tell_stage(TRAINING)
+            self._recorder.note_first_step()
 
 
 @contextmanager

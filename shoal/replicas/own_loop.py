@@ -200,6 +200,7 @@ class OwnLoop:
         self.number = self._ranks.index(presence.ranks)
         """Which of them this rank is part of."""
         parsed.check_replicas(self.replicas)
+        parsed = parsed.among(self.replicas)
         self._options, self._optimizer, self._transport = parsed, optimizer, replica.transport
         self._in_step = InStep(parsed.name, self.number, self._show, survives=parsed.survives)
         self._taken, self._count = parsed.taken_over(optimizer), _count(optimizer)

@@ -80,6 +80,10 @@ class Recorder:
         with self._folder.writing(self._folder.metrics):
             self._metrics.write(**values)
 
+    def note_first_step(self) -> None:
+        """Of this part of the run."""
+        self._folder.note_step_after_restart()
+
     def mark(self, replica: int) -> None:
         """What was logged so far belongs to what this replica saves."""
         self._marks[replica] = self._metrics.length
@@ -104,7 +108,7 @@ class Recorder:
             case WriteResult():
                 self._write_bytes(folder.weights, buffers[-1])
                 about = replace(self._about, plan_in_words=self._plan_in_words())
-                measured = replace(effect.measured, restarts=folder.restarts)
+                measured = replace(effect.measured, went_on=tuple(folder.went_on))
                 result = result_of(self._config, about, effect.tested, measured)
                 self._write_text(folder.result, result.to_json())
                 self.result = result

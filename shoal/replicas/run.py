@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import ConfigError, LeftError, LostError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -55,7 +56,14 @@ def train_here(
     replicas = Replicas(
         config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
     )
+    died: list[int] = []
     with _conducting(config, resumed, listener, own, one_host=True, host=LOOPBACK, store=replicas.table) as conducting:
+
+        def lost(replica: int, failure: Failure) -> None:
+            if failure.kind == "died":
+                died.append(replica)
+            conducting.lost(replica, _why(failure))
+
         try:
             replicas.run(
                 train_replica,
@@ -66,12 +74,13 @@ def train_here(
                 own,
                 over=lambda: conducting.over,
                 on_stop=conducting.stop,
-                on_lost=lambda replica, failure: conducting.lost(replica, _why(failure)),
+                on_lost=lost,
                 others=lambda: options.survives and conducting.goes_on,
                 on_stage=listener.starting,
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
+                error.loss = Loss(tuple(died), time.time(), conducting.counted)
                 if conducting.error is None or isinstance(conducting.error, LostError):
                     raise  # it says why the replica was lost
                 raise conducting.error from conducting.error.__cause__ or error

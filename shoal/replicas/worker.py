@@ -170,7 +170,7 @@ def _prepare(
         torch.manual_seed(config.seed + number)
     loader = job.loader
     if options.same_batch:
-        loader = Loader(loader.data, _Share(loader.order, number, config.replicas), loader.augment, loader.part)
+        loader = Loader(loader.data, _Share(loader.order, number, config.replicas), loader.augment, loader.parts)
     return replace(
         job,
         loader=loader,

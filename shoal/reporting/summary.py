@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal.reporting.figures import Figures, Spread, figures_of, target_of
 from shoal.reporting.records import Study
-from shoal.result import ExchangeReport, RunResult
+from shoal.result import ExchangeReport, RunResult, WentOn
 from shoal.units import show_bytes, show_seconds
 
 SHOWN_PEAKS = 4
@@ -44,6 +44,8 @@ def rows_of(result: RunResult) -> list[Row]:
     rows.append(Row("time", show_seconds(result.wall_seconds)))
     if result.peak_memory_bytes:
         rows.append(Row("peak memory", show_peaks(result.peak_memory_bytes)))
+    if result.went_on:
+        rows.append(Row("went on", ", ".join(map(_show_going_on, result.went_on))))
     if result.exchanged is not None:
         rows += _exchange_rows(result, result.exchanged)
     elif result.workers > 1:
@@ -54,6 +56,11 @@ def rows_of(result: RunResult) -> list[Row]:
         if sent.predicted is not None:
             rows.append(Row("predicted", show_bytes(sent.predicted), "sent per step"))
     return rows
+
+
+def _show_going_on(change: WentOn) -> str:
+    seconds = "" if change.seconds_to_go_on is None else f", within {show_seconds(change.seconds_to_go_on)}"
+    return f"with {change.workers_after} workers after step {change.step}{seconds}"
 
 
 def show_peaks(peaks: Sequence[int]) -> str:

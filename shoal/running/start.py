@@ -1,6 +1,7 @@
 """Where a run begins: in this process alone, on ranks that it starts, or as one rank of a world that is there."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,16 @@ from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
-from shoal.errors import ConfigError, DiedError, PeerError
-from shoal.launching import joined, run, surrounding
+from shoal.errors import ConfigError
+from shoal.launching import OnStage, joined, run, run_apart, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
+from shoal.running.going_on import Attempt, go_on_by_itself
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole
 from shoal.training.listener import Listener, Listeners
+from shoal.training.loop import TRAINING
 from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
 from shoal.training.rank import train_on_rank
@@ -102,7 +105,7 @@ def resume(
     given = {name: value for name, value in read_recipe(folder.config).items() if name not in left}
     config = TrainConfig.parse({**given, **changes, "out": folder.path}, source="--resume: ")
     config = _with_names(config, own)
-    if config.plan == AUTO and not {"plan", "workers"} & changes.keys():
+    if config.plan == AUTO and config.elastic is None and not {"plan", "workers"} & changes.keys():
         config = config.model_copy(update={"plan": str(folder.plan)})  # what was found then, not what would be now
     with _torch_left_as_found():
         return _start(config, path, listener or Listener(), own, asked="workers" in changes)
@@ -194,32 +197,20 @@ def _torch_left_as_found() -> Iterator[None]:
 
 
 def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
-    """Train; where a worker is lost, as often as `config` says, go on from the last checkpoint.
-
-    An error that a worker raised itself would come again, and is raised. `asked`: as in `_train`.
-    """
-    if config.restarts == 0 or surrounding() is not None:
-        return _train(config, resumed, listener, own, asked=asked)
-    folder = RunFolder.free(config) if resumed is None else RunFolder.open(resumed)
-    config = config.model_copy(update={"out": folder.path})
-    for left in reversed(range(config.restarts + 1)):
-        try:
-            return _train(config, resumed, listener, own, asked=asked)
-        except (DiedError, PeerError) as error:
-            if not left:
-                raise
-            listener.restarting(error.problem, left - 1)
-            if folder.can_go_on:
-                resumed = folder.path
-                if config.plan == AUTO and folder.plan.exists():
-                    config = config.model_copy(update={"plan": str(folder.plan)})
-            if folder.path.exists():
-                folder.note_restart(error.problem)
-    raise AssertionError("the last attempt returns or raises")
+    """Train; where a worker is lost, go on as `config` says. `asked`: as in `_train`."""
+    if config.elastic is not None and (world := surrounding()) is not None and world.size > 1:
+        raise ConfigError(
+            f"elastic = '{config.elastic}', but {world.origin} started the ranks, and Shoal cannot start others.",
+            "Leave --elastic out: torchrun --nnodes MIN:MAX --max-restarts N with --resume auto does the like.",
+        )
+    if not config.goes_on_by_itself or surrounding() is not None:
+        return _train(Attempt(config, resumed, None), listener, own, asked=asked)
+    return go_on_by_itself(lambda attempt: _train(attempt, listener, own, asked=asked), config, resumed, listener)
 
 
-def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
+def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool) -> RunResult:
     """Decide who trains. `asked`: the number of workers was given, and not left to whoever starts them."""
+    config, resumed = attempt.config, attempt.resumed
     if config.tensorboard:
         check_installed()
         listener = Listeners((listener, TensorBoardEvents()))
@@ -235,11 +226,27 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
             return train_in_world(config, resumed, listener, device, world, own)
         with joined(world, kind_of_device(config, world.local_size or world.size), config.timeout):
             return train_on_rank(config, resumed, listener, world.local_size, own)
+    clock = _Clock(attempt.seconds, listener.starting)
     if config.exchange_settings() is not None:
         from shoal.replicas.run import train_here  # a run without an exchange need not wait for it to load
 
-        return train_here(config, resumed, listener, kind_of_device(config, config.workers), own)
-    if config.workers == 1:
+        device = kind_of_device(config, config.workers)
+        if not config.goes_on_by_itself:
+            return train_here(config, resumed, listener, device, own)
+        return run_apart(
+            train_here,
+            config,
+            resumed,
+            listener,
+            device,
+            own,
+            called="conductor",
+            threads=threads_each(config.threads, config.workers),
+            timeout=config.timeout,
+            on_stage=clock.hear,
+            time_is_up=clock.time_is_up,
+        )
+    if config.workers == 1 and not config.goes_on_by_itself:
         return train_on_rank(config, resumed, listener, own=own)
     _check(config, resumed, own)
     results = run(
@@ -253,9 +260,30 @@ def _train(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
         threads=threads_each(config.threads, config.workers),
         timeout=config.timeout,
         device=kind_of_device(config, config.workers),
-        on_stage=listener.starting,
+        on_stage=clock.hear,
+        offering=config.goes_on_by_itself,
+        time_is_up=clock.time_is_up,
     )
     return results[0]
+
+
+class _Clock:
+    """Whether workers have trained for as long as they may, from what they tell on their way."""
+
+    def __init__(self, seconds: float | None, on_stage: OnStage) -> None:
+        self._seconds, self._on_stage = seconds, on_stage
+        self._begun: float | None = None
+
+    def hear(self, done: str, by: int, of: int) -> None:
+        """So many of them have done this."""
+        if done == TRAINING and by == of:
+            self._begun = time.monotonic()
+        else:
+            self._on_stage(done, by, of)
+
+    def time_is_up(self) -> bool:
+        """Whether they are to stop."""
+        return None not in (self._seconds, self._begun) and time.monotonic() - (self._begun or 0) > (self._seconds or 0)
 
 
 def _check(config: TrainConfig, resumed: Path | None, own: OwnObjects) -> None:

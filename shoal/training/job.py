@@ -54,8 +54,20 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch; batches at its end that are too few for one are left out."""
-        return self.loader.order.steps_per_epoch // self.config.accumulate
+        """Optimizer steps of an epoch; what is too little for one at its end is left out, or makes a smaller one."""
+        batches, order = self.loader.order.steps_per_epoch, self.loader.order
+        return -(-batches // self.config.accumulate) if order.keep_last else batches // self.config.accumulate
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that are trained on in an epoch."""
+        whole = self.steps_per_epoch * self.config.samples_per_step
+        return min(whole, self.loader.order.samples)
+
+    def samples_after(self, steps: int) -> int:
+        """Samples that are trained on in so many steps from the beginning."""
+        epochs, more = divmod(steps, self.steps_per_epoch)
+        return epochs * self.samples_per_epoch + min(more * self.config.samples_per_step, self.samples_per_epoch)
 
     @property
     def total_steps(self) -> int:
@@ -64,8 +76,16 @@ class Job:
 
     def batches(self, epoch: int, step: int) -> list[Batch]:
         """This rank's part of the batches of one step, read here and now."""
+        return [self.loader.batch(epoch, number) for number in self._numbers(step)]
+
+    def sizes(self, step: int) -> list[int]:
+        """Samples of each batch of a step of an epoch."""
+        return [self.loader.order.size(number) for number in self._numbers(step)]
+
+    def _numbers(self, step: int) -> range:
+        """Of the batches of a step."""
         first = step * self.config.accumulate
-        return [self.loader.batch(epoch, number) for number in range(first, first + self.config.accumulate)]
+        return range(first, min(first + self.config.accumulate, self.loader.order.steps_per_epoch))
 
     def tested(self) -> AbstractContextManager[None]:
         """Within, the network has the weights that are tested and saved: their average, where there is one."""
@@ -117,13 +137,14 @@ def prepare(
 
             told = (*told, *(told_of_torch(model, config.plan) if fresh else ()))
             config = config.model_copy(update={"batch_norm": "local"})
-            steps = config.epochs * (loader.order.steps_per_epoch // config.accumulate)
+            steps = config.epochs * (loader.order.steps_per_epoch // config.accumulate)  # it keeps no smaller batch
             network = KINDS[config.plan](model, config, transport, shapes, criterion, build, steps)
         else:
             network = lay_over_ranks(model, config, transport, shapes, criterion, build, planning_progress)
             # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
             config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
-    loader = Loader(loader.data, loader.order, loader.augment, network.training_part())
+    parts = {size: part for size in loader.order.sizes if (part := network.training_part(size)) is not None}
+    loader = Loader(loader.data, loader.order, loader.augment, parts or None)
     return replace(equipped(config, splits, network, loader, device, own), told=told)
 
 
@@ -196,9 +217,10 @@ def load_whole(
         splits = own.splits(config)
     else:
         splits = data.load(config.data, shape=config.input, classes=config.classes, seed=config.seed)
-    order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed)
+    keeps = config.last_batch == "keep"
+    order = BatchOrder(samples=len(splits.train), batch=config.batch, seed=config.seed, keep_last=keeps)
     loader = Loader(splits.train, order, Augment.parse(config.augment, seed=config.seed))
-    if order.steps_per_epoch < config.accumulate:
+    if order.steps_per_epoch < config.accumulate and not keeps:
         raise ConfigError(
             f"accumulate = {config.accumulate} batches of {config.batch} samples are more than the "
             f"{len(splits.train)} to train on.",

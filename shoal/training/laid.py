@@ -93,10 +93,10 @@ class LaidNetwork(Network):
     def clip_gradients(self, longest: float) -> None:
         clip_grad_norm_(self.module, longest)
 
-    def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
+    def part_in_mean(self, loss: Tensor, y: Tensor, samples: int) -> Tensor:
         share = self.module.loss_share  # by weights of classes, where the loss has such
         if share is None:
-            share = y.numel() / prod(self._shapes.labels(self._shapes.train))
+            share = y.numel() / prod(self._shapes.labels((samples, *self._shapes.train[1:])))
         return loss.detach().double() * share
 
     def agreed(self, wishes: int) -> int:
@@ -108,8 +108,8 @@ class LaidNetwork(Network):
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return self.transport.gather_numbers(numbers)
 
-    def training_part(self) -> BatchPart:
-        return self._part(self.module, self._shapes.train)
+    def training_part(self, samples: int) -> BatchPart:
+        return self._part(self.module, (samples, *self._shapes.train[1:]))
 
     @contextmanager
     def evaluating(self) -> Iterator[tuple[nn.Module, PartOf]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.result import RunResult
+from shoal.result import RunResult, WentOn
 from shoal.training.run_folder import RunFolder
 
 
@@ -54,6 +54,9 @@ class Listener:
 
     def restarting(self, why: str, left: int) -> None:
         """In the process that starts the workers: one was lost, and the run goes on; so often it may yet do so."""
+
+    def regrouping(self, change: WentOn) -> None:
+        """In the process that starts the workers: the run goes on with fewer of them after a loss, or with more."""
 
     def planning(self, done: int, of: int, what: str) -> None:
         """With the plan `auto`: how far profiling, search and race are, and what comes next."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.data import Position
 from shoal.errors import DivergedError, StoppedError
 from shoal.files import write_atomically, write_text_atomically
+from shoal.launching import tell_stage
 from shoal.result import BytesPerStep, RunResult
 from shoal.tracing.recording import Recording
 from shoal.training.checkpoints.progress import Progress
@@ -30,6 +31,7 @@ from shoal.training.checkpoints.saving import Saver
 from shoal.training.evaluate import Evaluation, evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job
+from shoal.training.last_words import LastWords
 from shoal.training.learning_rate import rate_at
 from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About, Listener
@@ -40,6 +42,9 @@ from shoal.training.outcome import Measured, describe, inference_of, result_of
 from shoal.training.run_folder import RunFolder
 from shoal.training.step import autocast, train_step
 from shoal.training.weights import save_weights
+
+TRAINING = "have begun to train"
+"""What a rank has done when it can be asked to stop in good order."""
 
 
 class Run:
@@ -63,11 +68,27 @@ class Run:
         self._begun = time.perf_counter() - progress.wall_seconds
         self._first_step = progress.steps
         self._saved_at = time.monotonic()
+        self._goes_on = job.network.rank == 0 and job.config.goes_on_by_itself and folder.restarts > 0
+        """Whether it is yet to be noted that the run goes on after a loss."""
+        self._last_words = LastWords(job, folder) if job.config.goes_on_by_itself and job.network.ranks > 1 else None
         steps = job.config.traced_steps(progress.steps, job.total_steps)
         self._recording = Recording(job.network.transport, steps, job.network.plain) if steps else None
 
     def complete(self) -> RunResult:
-        """Train and test what is left of the run, write its result and tell the listener."""
+        """Train and test what is left of the run, write its result and tell the listener.
+
+        Where another rank is lost, and somebody goes on without it: before this one ends it saves what it has, if it
+        has all of it and is asked to.
+        """
+        try:
+            return self._complete()
+        except Exception as error:
+            if self._last_words is not None:
+                self.progress.wall_seconds = time.perf_counter() - self._begun
+                self._last_words.after(error, self.progress)
+            raise
+
+    def _complete(self) -> RunResult:
         try:
             result = self._train_and_test()
             self.listener.finished(result, self.folder)
@@ -84,6 +105,7 @@ class Run:
     def _train_and_test(self) -> RunResult:
         job, progress = self.job, self.progress
         with StopSignal() as stop, self._open_metrics() as metrics:
+            tell_stage(TRAINING)
             self.listener.started(self._about(), self.folder)
             told = [*job.config.decided(), *job.told] if progress.steps == 0 else [*self._told]
             if metrics.lacks_lines:
@@ -165,15 +187,20 @@ class Run:
                 taken = list(islice(batches, accumulate))
                 if diary is not None:
                     diary.note("data", "batch", reading)
-                progress.losses += train_step(job, taken, rate=rate)
+                progress.losses += train_step(job, taken, rate=rate, sizes=job.sizes(step))
                 progress.summed = [count + 1 for count in progress.summed]
                 progress.steps += 1
                 progress.position = Position(epoch, step + 1)
+                if self._last_words is not None:
+                    self._last_words.step_done()
                 now = time.perf_counter()
                 progress.step_seconds.append(now - before)
                 if diary is not None:
                     diary.note_step(int(before * 1e9), int(now * 1e9))
                 before = now
+                if self._goes_on:
+                    self._goes_on = False
+                    self.folder.note_step_after_restart()
                 self.listener.stepped(progress.steps, epoch)
                 if (step + 1) % config.log_every == 0 or step + 1 == steps_per_epoch:
                     self._log_steps(metrics, rate)
@@ -212,8 +239,11 @@ class Run:
         progress, config = self.progress, self.job.config
         count = progress.summed[1]
         seconds = sum(progress.step_seconds[-count:])
-        loss = self._over_ranks(progress.losses[1]) / count
+        of_epoch, since_last = map(sum, zip(*self.job.network.gather(progress.losses.tolist()), strict=True))
+        loss = since_last / count
         progress.losses[1], progress.summed[1] = 0, 0
+        if self._last_words is not None:
+            self._last_words.know(of_epoch, progress.summed[0])
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
@@ -226,7 +256,8 @@ class Run:
             lr=rate,
             steps=count,
             seconds=seconds,
-            batch=config.samples_per_step,
+            samples=self.job.samples_after(progress.steps),
+            of_these_steps=self.job.samples_after(progress.steps) - self.job.samples_after(progress.steps - count),
         )
         self._write(metrics, **line)
 
@@ -258,7 +289,7 @@ class Run:
             tested,
             epoch=self.progress.position.epoch + 1,
             step=self.progress.steps,
-            samples=self.progress.steps * self.job.config.samples_per_step,
+            samples=self.job.samples_after(self.progress.steps),
             train_seconds=sum(self.progress.step_seconds),
             wall_seconds=time.perf_counter() - self._begun,
         )
@@ -299,6 +330,8 @@ class Run:
         progress.last_loss = self._over_ranks(progress.losses[0]) / progress.summed[0]
         progress.losses.zero_()
         progress.summed = [0, 0]
+        if self._last_words is not None:
+            self._last_words.know(0.0, 0)
         progress.position = Position(progress.position.epoch + 1, 0)
         told = stopped_learning(
             progress.last_loss,
@@ -365,21 +398,25 @@ class Run:
         with autocast(self.job):  # what is sent is in its precision
             own = [network.bytes_per_step(config.accumulate), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
+        samples = self.job.samples_after(progress.steps)
+        uneven = samples != progress.steps * config.samples_per_step  # of which the prediction is not
         measured = Measured(
             epochs=progress.position.epoch,
             best=progress.best.test,
             stopped_early=self._stops_early,
             steps=progress.steps,
-            samples=progress.steps * config.samples_per_step,
+            samples=samples,
             left_out=progress.steps
             // self.job.steps_per_epoch
-            * (len(self.job.splits.train) - self.job.steps_per_epoch * config.samples_per_step),
+            * (len(self.job.splits.train) - self.job.samples_per_epoch),
             repeated=progress.repeated,
-            restarts=self.folder.restarts,
+            went_on=tuple(self.folder.went_on),
             final_loss=progress.last_loss,
             step_seconds_median=statistics.median(progress.step_seconds),
-            samples_per_second=progress.steps * config.samples_per_step / sum(progress.step_seconds),
-            bytes_per_step=BytesPerStep(predicted=sum(predicted), counted=round(sent / steps) if steps else 0)
+            samples_per_second=samples / sum(progress.step_seconds),
+            bytes_per_step=BytesPerStep(
+                predicted=None if uneven else sum(predicted), counted=round(sent / steps) if steps else 0
+            )
             if network.counts_bytes
             else BytesPerStep(predicted=None, counted=None),
             peak_memory_bytes=peaks,

@@ -11,17 +11,25 @@ from shoal.training.evaluate import Evaluation
 
 
 def line_of_steps(
-    *, epoch: int, step: int, loss: float | None, lr: float, steps: int, seconds: float, batch: int
+    *,
+    epoch: int,
+    step: int,
+    loss: float | None,
+    lr: float,
+    steps: int,
+    seconds: float,
+    samples: int,
+    of_these_steps: int,
 ) -> dict[str, Any]:
-    """The line about the `steps` until `step`, which took so many seconds, with `batch` samples each."""
+    """The line about the `steps` until `step`, which took so many seconds; samples until then, and of these steps."""
     return {
         "event": "steps",
         "epoch": epoch,
         "step": step,
-        "samples": step * batch,
+        "samples": samples,
         "loss": loss,
         "lr": lr,
-        "samples_per_sec": steps * batch / max(seconds, 1e-9),
+        "samples_per_sec": of_these_steps / max(seconds, 1e-9),
         "step_time_ms": 1000 * seconds / max(steps, 1),
     }
 
@@ -44,6 +52,14 @@ def line_of_test(
         "wall_seconds": wall_seconds,
     }
     return line if tested.iou is None else {**line, "test_iou": tested.iou}
+
+
+def length_of_whole_lines(path: Path) -> int:
+    """Bytes of a file up to the end of its last whole line; a killed process may have left half a line."""
+    try:
+        return path.read_bytes().rfind(b"\n") + 1
+    except FileNotFoundError:
+        return 0
 
 
 class MetricsFile:

@@ -95,8 +95,8 @@ class Network:
         """Scale all gradients down so that their norm over the whole network is at most `longest`. Collective."""
         nn.utils.clip_grad_norm_(self.module.parameters(), longest)
 
-    def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
-        """What this rank's loss adds to the mean over the whole batch."""
+    def part_in_mean(self, loss: Tensor, y: Tensor, samples: int) -> Tensor:
+        """What this rank's loss adds to the mean over the whole batch, which has so many samples."""
         return loss.detach()
 
     def agreed(self, wishes: int) -> int:
@@ -110,8 +110,8 @@ class Network:
         """A few numbers of every rank. Collective."""
         return [list(numbers)]
 
-    def training_part(self) -> BatchPart | None:
-        """What this rank reads of every training batch; None for all of it."""
+    def training_part(self, samples: int) -> BatchPart | None:
+        """What this rank reads of every training batch of so many samples; None for all of it."""
         return None
 
     @contextmanager

@@ -8,7 +8,7 @@ from shoal.data import Splits
 from shoal.inference import Inference
 from shoal.plan import Plan
 from shoal.planning.strategies import AUTO
-from shoal.result import BestTest, BytesPerStep, ClassScore, ExchangeReport, RunResult, Staleness, versions
+from shoal.result import BestTest, BytesPerStep, ClassScore, ExchangeReport, RunResult, Staleness, WentOn, versions
 from shoal.training.evaluate import Evaluation
 from shoal.training.listener import About
 from shoal.training.own_objects import PREFIX
@@ -92,7 +92,7 @@ class Measured:
     """Samples at the ends of epochs."""
     repeated: int = 0
     """Samples that were trained on twice."""
-    restarts: int = 0
+    went_on: tuple[WentOn, ...] = ()
     step_seconds_predicted: float | None = None
     best: BestTest | None = None
     stopped_early: bool = False
@@ -125,7 +125,8 @@ def result_of(config: TrainConfig, about: About, tested: Evaluation, measured: M
         samples=measured.samples,
         samples_left_out=measured.left_out,
         samples_repeated=measured.repeated,
-        restarts=measured.restarts,
+        restarts=len(measured.went_on),
+        went_on=list(measured.went_on),
         final_loss=measured.final_loss,
         test_loss=tested.loss,
         test_accuracy=tested.accuracy,

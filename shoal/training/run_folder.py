@@ -16,6 +16,7 @@ from typing import Self
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError, InputError, OutputError, RunError
 from shoal.files import remove_drafts
+from shoal.result import WentOn
 from shoal.training.checkpoints.folder import Checkpoint, CheckpointFolder
 
 OLD = "checkpoint.pt"
@@ -87,23 +88,43 @@ class RunFolder:
 
     @property
     def restarts(self) -> int:
-        """How often the run went on by itself after it had lost a worker."""
+        """How often the run went on by itself, after a loss or with more workers."""
+        return len(self.went_on)
+
+    @property
+    def went_on(self) -> list[WentOn]:
+        """Each of these times, with how long it took where a step followed."""
+        times: list[WentOn] = []
         try:
-            return len(self.restarts_file.read_text(encoding="utf-8").splitlines())
+            lines = self.restarts_file.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
-            return 0
+            return times
+        for line in map(json.loads, lines):
+            if "stepped" not in line:
+                times.append(WentOn.model_validate(line))
+            elif times and times[-1].seconds_to_go_on is None:
+                seconds = round(line["stepped"] - times[-1].noticed, 3)
+                times[-1] = times[-1].model_copy(update={"seconds_to_go_on": seconds})
+        return times
 
     @property
     def restarts_file(self) -> Path:
-        """One JSON object per line for each time: when, why, and from which checkpoint."""
+        """JSON objects, one per line: each time that the run went on by itself, and the first step after it."""
         return self.path / "restarts.jsonl"
 
-    def note_restart(self, why: str) -> None:
+    def note_going_on(self, change: WentOn) -> None:
         """The run goes on by itself."""
-        newest = self.checkpoints.all()[-1:]
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "why": why, "from": [c.path.name for c in newest]}
+        self._append(change.model_dump_json(exclude_none=False))
+
+    def note_step_after_restart(self) -> None:
+        """A step is done: where it is the first after the run went on by itself, note when."""
+        times = self.went_on
+        if times and times[-1].seconds_to_go_on is None:
+            self._append(json.dumps({"stepped": time.time()}))
+
+    def _append(self, line: str) -> None:
         with self.writing(self.restarts_file), self.restarts_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(line + "\n")
 
     @property
     def can_go_on(self) -> bool:

@@ -19,33 +19,39 @@ def autocast(job: Job) -> AbstractContextManager[object]:
     return nullcontext() if amp == "off" else torch.autocast(job.device.type, LOWER[amp])
 
 
-def backward(job: Job, batches: Sequence[Batch]) -> Tensor:
-    """Gradients of the mean loss of all batches, where the optimizer finds them; what this rank adds to that mean.
+def backward(job: Job, batches: Sequence[Batch], sizes: Sequence[int] = ()) -> Tensor:
+    """Gradients of the mean loss of all samples, where the optimizer finds them; what this rank adds to that mean.
 
-    Between ranks gradients are summed once, with the last batch.
+    Between ranks gradients are summed once, with the last batch. `sizes`: samples of each batch over all ranks; as the
+    settings say unless given.
     """
+    sizes = sizes or [job.config.batch] * len(batches)
+    even = len(set(sizes)) == 1
     diary = job.network.transport.diary
     job.optimizer.zero_grad(set_to_none=True)
     parts = []
-    for number, (x, y) in enumerate(batches, start=1):
+    for number, ((x, y), size) in enumerate(zip(batches, sizes, strict=True), start=1):
         with job.network.gathering(last=number == len(batches)):
             begun = 0 if diary is None else now()
             with autocast(job):
                 loss = job.network.loss(x.to(job.device), y.to(job.device))
-            mean = loss if len(batches) == 1 else loss / len(batches)
+            mean = loss if len(batches) == 1 else loss / len(batches) if even else loss * (size / sum(sizes))
             between = 0 if diary is None else now()
             torch.autograd.backward(mean if job.scaler is None else job.scaler.scale(mean))
-        parts.append(job.network.part_in_mean(loss, y))
+        parts.append(job.network.part_in_mean(loss, y, size) * (1 if even else size * len(sizes) / sum(sizes)))
         if diary is not None:
             diary.note("forward", FORWARD_PASS, begun, between)
             diary.note("backward", BACKWARD_PASS, between)
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
 
 
-def train_step(job: Job, batches: Sequence[Batch], *, rate: float) -> Tensor:
-    """One step of the optimizer; returns what this rank's loss adds to the mean of the batches, on the device."""
+def train_step(job: Job, batches: Sequence[Batch], *, rate: float, sizes: Sequence[int] = ()) -> Tensor:
+    """One step of the optimizer; returns what this rank's loss adds to the mean of the batches, on the device.
+
+    `sizes`: as in `backward`.
+    """
     set_rate(job, rate)
-    loss = backward(job, batches)
+    loss = backward(job, batches, sizes)
     diary = job.network.transport.diary
     begun = 0 if diary is None else now()
     if job.scaler is None:

@@ -97,7 +97,7 @@ class TorchNetwork(Network):
         result: Tensor = self.module(x)
         return result
 
-    def part_in_mean(self, loss: Tensor, y: Tensor) -> Tensor:
+    def part_in_mean(self, loss: Tensor, y: Tensor, samples: int) -> Tensor:
         return loss.detach().double() / self.ranks
 
     def agreed(self, wishes: int) -> int:
@@ -115,8 +115,8 @@ class TorchNetwork(Network):
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return self.transport.gather_numbers(numbers)
 
-    def training_part(self) -> BatchPart:
-        return self._part(self._shapes.train)
+    def training_part(self, samples: int) -> BatchPart:
+        return self._part((samples, *self._shapes.train[1:]))
 
     def _part(self, shape: Shape) -> BatchPart:
         return share_of(shape, self._shapes.labels(shape), self.rank, self.ranks)

@@ -1,5 +1,6 @@
 """Runs whose processes are killed: nothing is lost but steps since the last checkpoint; some go on by themselves."""
 
+import json
 import os
 import random
 import signal
@@ -107,6 +108,48 @@ def test_a_run_that_loses_a_worker_goes_on_by_itself(kind: list[str], tiny: str,
     assert "Going on from the last checkpoint; 0 of the restarts are left." in printed[0]
     result = result_of(out)
     assert (result["steps"], result["samples"], result["restarts"]) == (400, 3200, 1)
+
+
+def conductor_of(run: Begun) -> psutil.Process | None:
+    family = psutil.Process(run.pid).children(recursive=True)
+    return next((process for process in family if process.name() == "shoal conductor"), None)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["--exchange", "downpour"],
+        pytest.param(["--exchange", "local"], marks=pytest.mark.thorough),
+        pytest.param(["--exchange", "allreduce"], marks=pytest.mark.thorough),
+        pytest.param(["--exchange", "sync", "--exchange-options", "servers=processes"], marks=pytest.mark.thorough),
+    ],
+    ids=lambda kind: kind[1],
+)
+def test_a_run_whose_conductor_is_killed_goes_on_by_itself(kind: list[str], tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out, draw = tmp_path / "o", random.Random()
+    settings = ["train", "--data", tiny, *NET[:-2], "--replicas", "2", *kind, "--epochs", "60", "--eval-every", "60"]
+    run = begin(tmp_path, "shoal", *settings, "--out", "o", "--checkpoint-every", "4steps", "--restarts", "1")
+    try:
+        wait_for(partial(reached, out, 10), run)
+        shared = json.loads((out / "meeting.json").read_text())["shared"]
+        time.sleep(draw.uniform(0, 0.3))
+        conductor = conductor_of(run)
+        assert conductor is not None, "there is none to kill"
+        family = [conductor, *conductor.children(recursive=True)]
+        conductor.kill()
+        assert psutil.wait_procs(family, timeout=30)[1] == [], "processes are left"
+        assert shared is None or not Path(shared).exists(), "shared memory is left"
+        printed = run.communicate(timeout=120)
+    finally:
+        if run.poll() is None:
+            kill_all(run)
+    assert run.returncode == 0, printed
+    assert printed[0].count("the conductor was killed by signal SIGKILL.") == 1
+    result = result_of(out)
+    steps = 1200 if kind[1] in ("downpour", "local") else 600
+    assert (result["steps"], result["samples"], result["restarts"]) == (steps, 4800, 1)
+    assert result["samples_repeated"] == result["samples_left_out"] == 0
 
 
 def test_torchrun_restarts_a_run(tiny: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ KEEPS_OWN: list[tuple[str, int, dict[str, Any]]] = [
     ("easgd", 0, {"period": 1}),
     ("easgd", 2, {"period": 1}),
     ("admm", 1, {"period": 1}),
-    ("gossip", 0, {"period": 1}),
+    ("gossip", 0, {"period": 1, "mode": "push"}),
     ("gossip", 0, {"period": 1, "mode": "pair"}),
     ("local", 1, {"period": 100}),
     ("local", 0, {"average": "once"}),
@@ -323,7 +323,7 @@ def test_gossip_over_links_keeps_the_mean(mode: str, compress: str) -> None:
 
 
 def test_what_was_on_its_way_to_a_dead_replica_comes_back() -> None:
-    with meeting("gossip", 2, period=1, heartbeat=1.0) as (side, _):
+    with meeting("gossip", 2, mode="push", period=1, heartbeat=1.0) as (side, _):
         pair = acquainted(sides(side, 2, momentum=0.0, weight_decay=0.0))
         pair[0].push(1.0)
         drained(pair)
@@ -336,7 +336,7 @@ def test_what_was_on_its_way_to_a_dead_replica_comes_back() -> None:
 
 
 def test_a_replica_that_comes_late_gets_half_of_anothers_share() -> None:
-    with meeting("gossip", 1, period=1) as (side, _):
+    with meeting("gossip", 1, mode="push", period=1) as (side, _):
         first = side(0, kind=torch.float64)
         first.push(1.0)
         late = side(1, kind=torch.float64, seed=5)
@@ -483,7 +483,9 @@ def test_hogwild_adds_every_update_where_none_meets_another_and_takes_no_turns()
         assert moved.min() > 0.06 + 1e-4, "of updates that meet, one stays"
 
 
-@pytest.mark.parametrize("options", [{"period": 1}, {"mode": "pair", "period": 1}, {"probability": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mode": "push", "period": 1}, {"mode": "pair", "period": 1}, {"probability": 0}], ids=str
+)
 def test_all_that_settle_have_the_same_weights(options: dict[str, Any]) -> None:
     with meeting("gossip", 3, **options) as (side, _):
         trio = acquainted(sides(side, 3))

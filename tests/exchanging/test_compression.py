@@ -419,7 +419,7 @@ def test_gossip_sends_a_payload_for_every_message(mode: str, name: CodecName) ->
 
 def test_a_lost_push_comes_back_whole() -> None:
     """What the message would have left out, and what it had, are the weights again."""
-    with meeting("gossip", 2, compress="int8", period=1, heartbeat=1.0) as (side, _):
+    with meeting("gossip", 2, mode="push", compress="int8", period=1, heartbeat=1.0) as (side, _):
         first, second = (side(number, kind=torch.float64, momentum=0.0, weight_decay=0.0) for number in range(2))
         while not first.exchange._peers.there():  # type: ignore[attr-defined]
             time.sleep(0.001)

@@ -35,7 +35,7 @@ ALONE = [
     ("local", 1, {}),
     ("local", 2, {"period": 3}),
     ("local", 0, {"average": "once"}),
-    ("gossip", 0, {}),
+    ("gossip", 0, {"mode": "push"}),
     ("gossip", 0, {"mode": "pair", "period": 1}),
     ("dasgd", 2, {"sparse": "none", "decay": "exponential", "momentum_at": "server", "n_sync": 1}),
 ]

@@ -115,6 +115,21 @@ def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[floa
     return found
 
 
+def uneven_epochs(plan: str, kind: dict[str, Any]) -> tuple[float, float, list[int]]:
+    """Two epochs whose last step is smaller: (difference of losses, of states) to one device, samples of each step."""
+    config = settings(plan=plan, workers=Transport().world, last_batch="keep", **kind)
+    alone, together = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    losses = [0.0, 0.0]
+    for number, job in enumerate((alone, together)):
+        for epoch in range(2):
+            for step in range(job.steps_per_epoch):
+                loss = train_step(job, job.batches(epoch, step), rate=0.05, sizes=job.sizes(step))
+                losses[number] += sum(row[0] for row in job.network.gather([float(loss)]))
+    states = [state_of(job) for job in (alone, together)]
+    sizes = [sum(together.sizes(step)) for step in range(together.steps_per_epoch)]
+    return abs(losses[1] - losses[0]) / losses[0], difference(states[1], states[0]), sizes
+
+
 def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
     """For each precision, how far what was learned differs from one device's, and from full precision's.
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shoal.errors import ConfigError
 from shoal.training.job import load_whole, prepare
-from shoal.training.step import backward
+from shoal.training.step import backward, train_step
 from shoal.transport import Transport
 from tests.cli.conftest import Shoal
 from tests.cli.conftest import shoal as shoal
@@ -34,6 +34,59 @@ def test_ranks_take_one_devices_steps(plan: str, on_ranks: RunOnRanks) -> None:
     for kind, (losses, states) in zip(KINDS, on_ranks(4, jobs.beside_one_device, plan, KINDS)[0], strict=True):
         assert losses < 1e-9, kind
         assert states < 1e-9, kind
+
+
+@pytest.mark.parametrize("plan", ["data", *(pytest.param(plan, marks=pytest.mark.thorough) for plan in PLANS[1:])])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ({"data": "synthetic:33", "batch": 9}, [9, 9, 9, 6]),
+        ({"data": "synthetic:30", "batch": 7, "optimizer": "adam"}, [7, 7, 7, 7, 2]),
+        ({"data": "synthetic:26", "batch": 8, "accumulate": 3}, [24, 2]),
+        ({"data": "synthetic:29", "batch": 8, "accumulate": 2, "clip": 0.1}, [16, 13]),
+        ({"data": "synthetic:6", "batch": 8}, [6]),
+    ],
+    ids=["uneven shares", "fewer samples than ranks", "fewer batches", "a smaller batch in a step", "fewer than one"],
+)
+def test_a_smaller_last_step_is_one_devices(
+    plan: str, kind: dict[str, Any], sizes: list[int], on_ranks: RunOnRanks
+) -> None:
+    for losses, states, each in on_ranks(4, jobs.uneven_epochs, plan, kind):
+        assert each == sizes
+        assert losses < 1e-9
+        assert states < 1e-9
+
+
+def test_a_step_of_unequal_batches_is_one_larger_batch() -> None:
+    kind = {"data": "synthetic:30", "last_batch": "keep", "label_smoothing": 0.1}
+    parts = prepare(jobs.settings(batch=8, accumulate=4, **kind), Transport(alone=True))
+    one = prepare(jobs.settings(batch=30, **kind), Transport(alone=True))
+    found = [train_step(job, job.batches(0, 0), rate=0.1, sizes=job.sizes(0)) for job in (parts, one)]
+    assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-9)
+    assert jobs.difference(jobs.state_of(parts), jobs.state_of(one)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("last", "steps", "samples", "left_out"), [("keep", 8, 160, 0), ("drop", 6, 144, 16)], ids=["keep", "drop"]
+)
+def test_every_sample_of_uneven_epochs_is_accounted_for(
+    last: str, steps: int, samples: int, left_out: int, shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    settings = ["--data", tiny, "--batch", "24", "--epochs", "2", "--log-every", "1", "--last-batch", last]
+    assert shoal("train", *settings, "--out", "o").returncode == 0
+    result = json.loads((tmp_path / "o" / "result.json").read_text())
+    counts = [result[name] for name in ("steps", "samples", "samples_left_out", "samples_repeated")]
+    assert counts == [steps, samples, left_out, 0]
+    lines = [json.loads(line) for line in (tmp_path / "o" / "metrics.jsonl").read_text().splitlines()]
+    seen = [line["samples"] for line in lines if line["event"] == "steps"]
+    assert seen == ([24, 48, 72, 80, 104, 128, 152, 160] if last == "keep" else [24, 48, 72, 96, 120, 144])
+
+
+def test_an_unequal_last_batch_is_refused_where_shares_must_be_equal() -> None:
+    with pytest.raises(ConfigError, match="last_batch = 'keep' does not go with downpour"):
+        jobs.settings(last_batch="keep", exchange="downpour", replicas=2)
+    with pytest.raises(ConfigError, match="last_batch = 'keep' does not go with ddp"):
+        jobs.settings(last_batch="keep", plan="ddp", workers=2)
 
 
 def test_a_run_with_adam_and_an_average_goes_on_bit_for_bit(tmp_path: Path, on_ranks: RunOnRanks) -> None:

@@ -276,7 +276,7 @@ def test_predicted_bytes_are_those_of_the_payloads() -> None:
         ("allreduce", {"density": 0.1}, "density = 0.1 is of compress=topk"),
         ("downpour", {"compress": "int8", "servers": "direct"}, "in shared memory nothing is sent"),
         ("local", {"compress": "int8", "average": "once"}, "compress = 'int8' with average = 'once'"),
-        ("gossip", {"compress": "topk"}, "compress = 'topk' with mode = 'push' would leave out most"),
+        ("gossip", {"compress": "topk", "mode": "push"}, "compress = 'topk' with mode = 'push' would leave out most"),
         ("gossip", {"compress": "sign", "mode": "push"}, "compress = 'sign' with mode = 'push'"),
         ("gossip", {"compress": "bf16", "density": 0.1}, "density = 0.1 is of compress=topk"),
         ("backup", {"compress": "int8"}, "no option 'compress'"),

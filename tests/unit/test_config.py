@@ -17,9 +17,10 @@ SHARED = "model model_options data input classes batch seed workers plan batch_n
 FLAGS = {
     TrainConfig: SHARED
     + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
-    "accumulate clip label_smoothing amp ema "
+    "last_batch accumulate clip label_smoothing amp ema "
     "replicas exchange exchange_options slow race "
-    "bucket_bytes device out eval_every patience eval_steps checkpoint_every keep restarts log_every tensorboard trace",
+    "bucket_bytes device out eval_every patience eval_steps checkpoint_every keep restarts elastic "
+    "log_every tensorboard trace",
     VerifyConfig: SHARED + "steps dtype tolerance",
     CompareConfig: "plans exchanges workers replicas seeds baseline target rates rate_epochs rounds out",
 }

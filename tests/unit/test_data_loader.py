@@ -138,7 +138,7 @@ def test_a_part_is_that_box_of_the_whole_batch(
 ) -> None:
     order = BatchOrder(samples=11, batch=4, seed=3)
     whole = Loader(segments(11), order, augment)
-    part = Loader(segments(11), order, augment, BatchPart(x, y))
+    part = Loader(segments(11), order, augment, dict.fromkeys(order.sizes, BatchPart(x, y)))
     for (all_x, all_y), (own_x, own_y) in zip(whole.epoch(2), part.epoch(2), strict=True):
         assert torch.equal(own_x, all_x[x])
         assert torch.equal(own_y, all_y[y])

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from shoal.config import TrainConfig
 from shoal.errors import ConfigError
 from shoal.exchanges import EXCHANGES, Rates, parse_exchange
 from shoal.exchanging.dasgd import Options as Dasgd
+from shoal.exchanging.gossip import Options as Gossip
 
 
 def dasgd(**options: Any) -> Dasgd:
@@ -53,15 +55,23 @@ def test_what_is_under_way_beside_compute_cannot_be_dropped() -> None:
 def test_rates_of_every_exchange_from_those_of_one_worker(name: str) -> None:
     """As the table in docs/exchanges.md has them."""
     given = Rates(0.08, 0.9)
-    one_part_each = Rates(0.02, 0.9, climb=100)
-    own = {"downpour": Rates(0.02, 0.8, climb=100), "hogwild": Rates(0.02, 0.8, climb=100), "dasgd": one_part_each}
+    one_part_each = Rates(0.02, 0.8, climb=100)
+    own = {**dict.fromkeys(("downpour", "hogwild", "dasgd"), one_part_each), "softsync": Rates(0.08, 0.8)}
     options = parse_exchange(name, {})
     assert options.tuned(given, 4) == pytest.approx(own.get(name, given))
     assert options.tuned(given, 1) == given
     assert parse_exchange(name, {"rates": "given"}).tuned(given, 4) == given
 
 
-def test_momentum_that_all_share_is_lowered_and_that_of_each_replica_is_not() -> None:
-    given = Rates(0.08, 0.9)
-    assert parse_exchange("downpour", {"n_sync": 4}).tuned(given, 4).momentum == 0.9
-    assert parse_exchange("dasgd", {"momentum_at": "server"}).tuned(given, 4).momentum == pytest.approx(0.8)
+@pytest.mark.parametrize(("name", "option"), [("dasgd", "n_sync"), ("easgd", "period"), ("admm", "period")])
+def test_more_replicas_meet_more_often_unless_told(name: str, option: str) -> None:
+    untold, told = parse_exchange(name, {}), parse_exchange(name, {option: 7})
+    assert [getattr(untold.among(replicas), option) for replicas in (1, 2, 3, 4, 8)] == [4, 4, 2, 2, 2]
+    assert getattr(told.among(8), option) == 7
+    assert getattr(TrainConfig(replicas=4, exchange=name).exchange_settings(), option) == 2
+
+
+def test_more_replicas_gossip_more_often_unless_told() -> None:
+    gossip = Gossip()
+    assert [gossip.among(replicas).probability for replicas in (2, 4)] == [0.25, 0.5]
+    assert Gossip(probability=0.1).among(4).probability == 0.1

@@ -57,7 +57,9 @@ def test_a_sample_depends_on_seed_epoch_and_number_alone() -> None:
     assert torch.equal(whole.batch(2, 1)[0], x)
     assert not torch.equal(data.batch(order.indices(2, 1))[0], x)  # which is epoch 0
     assert not torch.equal(of((Noisy(), Noisy()), seed=1).train.batch(order.indices(2, 1))[0], x)
-    window, labels = Loader(data, order, part=part).batch(2, 1)  # as a rank under a spatial plan reads it
+    window, labels = Loader(data, order, parts={order.batch: part}).batch(
+        2, 1
+    )  # as a rank under a spatial plan reads it
     assert torch.equal(window, x[1:3, :, 2:4])
     assert torch.equal(labels, y)
     assert random.getstate() == before[0]

@@ -18,8 +18,18 @@ from shoal.errors import CheckpointError
 
 CHANGEABLE = frozenset(
     {
-        *("epochs", "patience", "eval_every", "eval_steps", "checkpoint_every", "keep", "restarts", "log_every", "out"),
-        *("tensorboard", "trace"),
+        *(
+            "epochs",
+            "patience",
+            "eval_every",
+            "eval_steps",
+            "checkpoint_every",
+            "keep",
+            "restarts",
+            "elastic",
+            "log_every",
+        ),
+        *("out", "tensorboard", "trace"),
         *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
         *("exchange", "exchange_options", "replicas", "slow"),
     }

@@ -5,7 +5,7 @@ Nothing here is sent between ranks: each saves the boxes that it is the first to
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,14 @@ class Snapshot:
     """Texts and numbers that are equal on all ranks."""
 
 
-def take_snapshot(job: Job) -> Snapshot:
-    """Copy what this rank saves of network, optimizer and random state. Costs one pass over it, and its memory."""
+def take_snapshot(job: Job, *, everything: bool = False) -> Snapshot:
+    """Copy what this rank saves of network, optimizer and random state. Costs one pass over it, and its memory.
+
+    `everything`: also what others would save, for a rank that holds all of it.
+    """
     held = job.network.held()
+    if everything:
+        held = {name: replace(part, saves=True) for name, part in held.items()}
     averages = {} if job.average is None else job.average.parts
     with torch._C.DisableTorchFunctionSubclass():  # cut parameters refuse what would see this rank's part alone
         tensors, numbers = _of_optimizer(job, held)
@@ -47,7 +52,7 @@ def take_snapshot(job: Job) -> Snapshot:
         }
     return Snapshot(
         tensors={kind: parts for kind, parts in kinds.items() if parts},
-        own={"random": _random_state(job.device), "optimizer_numbers": numbers},
+        own={"random": _as_texts(keep_random_state(job.device)), "optimizer_numbers": numbers},
         common={
             "average_updates": None if job.average is None else job.average.updates,
             "scaler": None if job.scaler is None else job.scaler.state_dict(),
@@ -86,7 +91,7 @@ def put_in(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job, *, batche
         job.average.load(state["average_updates"], parts)
     if job.scaler is not None:
         job.scaler.load_state_dict(dict(state["scaler"]))
-    _set_random_state(own["random"], job.device)
+    put_random_state(_from_texts(own["random"]), job.device)
 
 
 def _copied(held: Held, tensor: Tensor) -> Part:
@@ -179,17 +184,26 @@ def _check_fit(saved: SavedTensors, held: Mapping[str, Held], checkpoint: Checkp
         )
 
 
-def _random_state(device: torch.device) -> dict[str, str]:
+def keep_random_state(device: torch.device) -> dict[str, Tensor]:
+    """Torch's, of the CPU and of the device."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def put_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on with what `keep_random_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _as_texts(state: Mapping[str, Tensor]) -> dict[str, str]:
     return {kind: base64.b64encode(words.cpu().numpy().tobytes()).decode() for kind, words in state.items()}
 
 
-def _set_random_state(state: Mapping[str, str], device: torch.device) -> None:
-    words = {
+def _from_texts(state: Mapping[str, str]) -> dict[str, Tensor]:
+    return {
         kind: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for kind, text in state.items()
     }
-    torch.set_rng_state(words["cpu"])
-    if device.type == "cuda" and "cuda" in words:
-        torch.cuda.set_rng_state(words["cuda"], device)

@@ -74,7 +74,10 @@ def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
     if before.exchange_settings() is not None:
         _recount(progress, done.counted, samples_per_number(before), job)
     progress.repeated += repeated
-    return progress, told(before, job.config, repeated, state.get("own_of_replicas", ()))
+    said = told(before, job.config, repeated, state.get("own_of_replicas", ()))
+    if steps := state.get("losses_lost"):
+        said.append(f"the losses of {steps} steps went with a lost worker; training losses are means of the others.")
+    return progress, said
 
 
 def _recount(progress: Progress, steps: int, samples_before: int, job: Job) -> None:

@@ -7,7 +7,7 @@ Failure   what the thread could not do, as on a full disk, is raised by the next
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,7 @@ class Saver:
         snapshot = take_snapshot(job)
         if job.network.rank and not self._together:
             return
-        content = {
-            "config": settings_saved(job.config),
-            "plan": json.loads(job.network.plan.to_json()),
-            "ranks": job.network.ranks,
-            "versions": versions(),
-            "progress": progress.to_dict(losses),
-            **snapshot.common,
-        }
+        content = content_of_state(job, progress, losses, snapshot)
         steps, seconds = progress.steps, list(progress.step_seconds)
         self._saves += 1
         number = self._saves  # the same on all ranks
@@ -135,6 +128,20 @@ class Saver:
             draft.take_over(range(1, ranks), self._job.config.timeout, lambda: self._beside.over)
         draft.commit(steps)
         self._folder.keep(self._job.config.keep)
+
+
+def content_of_state(
+    job: Job, progress: Progress, losses: Sequence[Sequence[float]], snapshot: Snapshot
+) -> dict[str, Any]:
+    """What is no tensor, of a job that is so far; `losses`: of every rank."""
+    return {
+        "config": settings_saved(job.config),
+        "plan": json.loads(job.network.plan.to_json()),
+        "ranks": job.network.ranks,
+        "versions": versions(),
+        "progress": progress.to_dict(losses),
+        **snapshot.common,
+    }
 
 
 def write_state(draft: Draft, content: dict[str, Any], step_seconds: list[float]) -> None:
