@@ -12,6 +12,7 @@ from shoal.cluster import Cluster
 from shoal.errors import InputError
 from shoal.paper import (
     Case,
+    Cell,
     Cuts,
     Kernels,
     Line,
@@ -135,7 +136,7 @@ def test_servers_are_not_played() -> None:
 
 def small_paper() -> Paper:
     replicas = Replicas(lenet("data", Way(), 1), 4, "10Gbit/s", servers=2)
-    cells = {
+    cells: dict[str, Cell] = {
         "speed": Rate((LENET,), (lenet("data", Way(), 1),)),
         "seconds": Seconds(LENET),
         "kernels": Kernels(LENET, ("conv*",)),
