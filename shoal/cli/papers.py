@@ -20,12 +20,12 @@ SIGNS = {
     Mark.RECALLED: "?",
     Mark.ASSUMED: "a",
     Mark.DERIVED: "d",
-    Mark.SIMULATED: "s",
+    Mark.SIMULATED: "≈",
     Mark.MEASURED: "m",
 }
-"""What stands behind every number."""
+"""What stands behind every number. Not s for simulated: that would read as seconds."""
 LEGEND = """p the paper's own   q quoted by others   d our arithmetic on the paper's
-s simulated         m measured now       a assumed by us
+≈ simulated         m measured now       a assumed by us
 ? recalled, not confirmed: not to be taken for the paper's"""
 
 
