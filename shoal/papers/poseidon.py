@@ -1,4 +1,4 @@
-"""Poseidon (2015 and 2017). Its abstracts, its own documents and summaries were read, not its cost formulas."""
+"""Poseidon (2015 and 2017). The first abstract, the project's documents and summaries were read, not its cost formulas."""
 
 from shoal.cluster import Cluster, Level
 from shoal.paper import Line, Mark, Missing, Number, Paper, Question, Rate, Setting, Step, Way
@@ -72,7 +72,7 @@ PAPER = Paper(
     authors="Zhang and others",
     year=2017,
     where="arXiv 1512.06216 (2015) and 1706.03292 (USENIX ATC 2017)",
-    read="both abstracts, the project's documents, and summaries",
+    read="the abstract of 2015, the project's documents, and summaries",
     settings=(
         Setting("machine of 2015", Number("8 nodes with a K20 each", Mark.SECOND_HAND, "the project's documents")),
         Setting("AlexNet's batch", Number("256 per node", Mark.ASSUMED, _UNREAD)),
