@@ -40,7 +40,9 @@ PAPER = Paper(
     where="arXiv 1312.6186",
     read="its abstract, and a page of reviews",
     settings=(
-        Setting("clients", Number("several GPUs and one server, by MPI", Mark.SECOND_HAND, "the abstract, and a review page")),
+        Setting(
+            "clients", Number("several GPUs, one server, MPI", Mark.SECOND_HAND, "the abstract, and a review page")
+        ),
         Setting("period", Number("300 steps in one figure", Mark.SECOND_HAND, "a review page")),
         Setting("network", Number("AlexNet's kind, batch 128", Mark.RECALLED, "from memory, not confirmed")),
         Setting("device", Number("K20", Mark.ASSUMED, "the paper's is in nothing we could read")),

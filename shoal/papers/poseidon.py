@@ -1,4 +1,4 @@
-"""Poseidon (2015 and 2017). The first abstract, the project's documents and summaries were read, not its cost formulas."""
+"""Poseidon (2015 and 2017). The first abstract, the project's documents and summaries were read."""
 
 from shoal.cluster import Cluster, Level
 from shoal.paper import Line, Mark, Missing, Number, Paper, Question, Rate, Setting, Step, Way
