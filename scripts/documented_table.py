@@ -222,6 +222,16 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
+    "shoal papers": Run(),
+    "shoal papers optcnn": Run(),
+    "shoal papers optcnn --measure": BY_HAND,
+    "shoal papers owt": Run(),
+    "shoal papers yadan": Run(),
+    "shoal papers poseidon": Run(),
+    "shoal papers campos": Run(),
+    "shoal papers chan-lane": Run(),
+    "shoal papers paine": Run(),
+    "shoal papers chan-lane --json": Run(),
     "shoal plan show plan.json": Run(),
     "shoal plan show plan.json --model vgg16 --cluster p100-4x4 --picture plan.svg": Run(),
     "shoal plan diff a.json b.json": Run(
