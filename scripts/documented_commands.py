@@ -3,6 +3,7 @@
     python -m scripts.documented_commands                 # each is in the table below, and its options exist
     python -m scripts.documented_commands --run           # and run those that can run here, page by page
     python -m scripts.documented_commands --run predict   # of the pages with this in their name
+    python -m scripts.documented_commands --run README.md:90            # of a page from this line on
 
 The first is part of `make test` (tests/test_docs.py) and takes seconds. The second takes half an hour on two cores and
 needs the data sets and packages that the table names; what is missing is left out, and told. Each page has a folder of
@@ -33,7 +34,7 @@ from shoal.errors import ConfigError
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
 """Decisions are not among them: they tell what was, not what to type."""
-PROGRAMS = "shoal|torchrun|python|pip|make|srun|pytest|mkdocs|source|git|pre-commit"
+PROGRAMS = "shoal|torchrun|python|pip|make|srun|sbatch|ray|kubectl|sky|pytest|mkdocs|source|git|pre-commit"
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) .*)")
 SECONDS = 900.0
 """That one command may take."""
@@ -101,7 +102,7 @@ def wrong(text: str) -> str | None:
     """Why a command cannot be what it is meant to be, found without running it; None where nothing is wrong."""
     words = _filled(shlex.split(text))
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
-    if "shoal" in words and program in ("torchrun", "srun"):
+    if "shoal" in words and program in ("torchrun", "srun", "ray"):
         program, arguments = "shoal", words[words.index("shoal") + 1 :]
     match program, arguments:
         case "shoal", [name, *rest]:
@@ -110,6 +111,9 @@ def wrong(text: str) -> str | None:
             return None if _is_module(module) else f"there is no module {module}"
         case (("python" | "pytest" | "torchrun"), _):
             files = [word for word in arguments if word.endswith(".py")]
+            return next((f"there is no file {file}" for file in files if not (ROOT / file).exists()), None)
+        case (("sbatch" | "kubectl" | "sky"), _):
+            files = [word for word in arguments if word.startswith("examples/")]
             return next((f"there is no file {file}" for file in files if not (ROOT / file).exists()), None)
         case "make", [target, *_] if re.match(r"\w+$", target):
             is_target = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -294,11 +298,17 @@ def _draw_cells(folder: Path, count: int) -> None:
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
 
 
+def _is_asked(command: Printed, page: str) -> bool:
+    """Whether it stands on a page with this in its name, after the line that is given behind a colon, if any."""
+    name, _, line = page.partition(":")
+    return name in command.page and command.line >= int(line or 0)
+
+
 def main() -> int:
     """Check, run if asked to, and print; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run those that can run here")
-    parser.add_argument("pages", nargs="*", help="only pages with one of these in their name")
+    parser.add_argument("pages", nargs="*", help="only pages with one of these in their name; NAME:LINE from there on")
     asked = parser.parse_args()
     commands = [command for page in PAGES for command in printed(page)]
     problems = unknown(commands)
@@ -307,7 +317,7 @@ def main() -> int:
             problems.append(f"{where}: {text}: {why}")
     print("\n".join(problems) or f"{len(commands)} commands on {len(PAGES)} pages: all are known, and parse.")
     if asked.run:
-        chosen = [c for c in commands if not asked.pages or any(part in c.page for part in asked.pages)]
+        chosen = [c for c in commands if not asked.pages or any(_is_asked(c, page) for page in asked.pages)]
         with tempfile.TemporaryDirectory(prefix="shoal-documents-") as folder:
             problems += [] if run_all(chosen, Path(folder)) else ["a command failed"]
     return bool(problems)

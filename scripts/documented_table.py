@@ -31,6 +31,9 @@ PACKAGES = Left("installs packages from the index")
 TEMPLATE = Left("what stands for ... is the reader's: its options are checked")
 BY_HAND = Left("a measurement of many minutes, run by hand: its page, or its benchmark's, has the numbers")
 CLUSTER = Left("needs Slurm or a second host; two hosts: tests/cli/test_hosts.py, srun's environment: tests/launching")
+ENGINE = Left(
+    "needs Slurm, Kubernetes or a cloud; the file is read and its command parsed: tests/test_cluster_files.py"
+)
 CHECKOUT = Left("a target of the Makefile: it sets up an environment of its own, and CI runs it")
 ITSELF = Left("its result is a page that a test compares")
 
@@ -181,6 +184,17 @@ TABLE: Mapping[str, Run | Left] = {
     "torchrun --nproc-per-node 2 -m shoal train --plan data --data digits --epochs 1": Run(),
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST --master-port 29500 -m shoal train "
     "--plan auto ...": CLUSTER,
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --nproc-per-node 4 --max-restarts 10 "
+    "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id mine -m shoal train "
+    "--plan data --out runs/mine --checkpoint-every 10min "
+    "--resume auto ...": Left("needs several hosts; two agents on one: tests/cli/test_kills.py"),
+    "pip install 'shoal-train[ray]'": PACKAGES,
+    "shoal train --on ray --workers 8 --plan auto ...": TEMPLATE,
+    "ray job submit --address http://HEAD:8265 -- shoal train --on ray --workers 8 ...": TEMPLATE,
+    "shoal train --on ray --workers 2 --plan spatial --data digits --epochs 1": Run(needs=("ray",)),
+    "sbatch examples/clusters/slurm.sbatch": ENGINE,
+    "kubectl apply -f examples/clusters/kubernetes.yaml": ENGINE,
+    "sky jobs launch examples/clusters/skypilot.yaml": ENGINE,
     "srun --ntasks 8 --cpus-per-task 4 shoal train --threads 4 --plan auto ...": CLUSTER,
     "shoal plan --model ... --cluster FILE": TEMPLATE,
     "pip install '.[timm]'": PACKAGES,
@@ -208,6 +222,16 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
+    "shoal papers": Run(),
+    "shoal papers optcnn": Run(),
+    "shoal papers optcnn --measure": BY_HAND,
+    "shoal papers owt": Run(),
+    "shoal papers yadan": Run(),
+    "shoal papers poseidon": Run(),
+    "shoal papers campos": Run(),
+    "shoal papers chan-lane": Run(),
+    "shoal papers paine": Run(),
+    "shoal papers chan-lane --json": Run(),
     "shoal plan show plan.json": Run(),
     "shoal plan show plan.json --model vgg16 --cluster p100-4x4 --picture plan.svg": Run(),
     "shoal plan diff a.json b.json": Run(

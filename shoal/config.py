@@ -238,6 +238,9 @@ class TrainConfig(Settings):
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of a running average of the weights, such as 0.999, which is then what is tested and saved as weights."""
 
+    on: Literal["here", "ray"] = "here"
+    """Who starts the workers: here, this host does; ray, a Ray cluster, as actors. See docs/clusters_howto.md."""
+
     replicas: int = Field(
         default=1,
         gt=0,
@@ -359,7 +362,7 @@ class TrainConfig(Settings):
                 "Nesterov's needs a --momentum above 0, and no dampening.",
             )
 
-    def on(self, workers: int) -> Self:
+    def on_workers(self, workers: int) -> Self:
         """The same settings on so many workers; what was not given is decided anew."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, "workers": workers})
 

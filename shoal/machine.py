@@ -45,9 +45,9 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-def loopback_interface() -> str | None:
-    """The name of the network interface that leads to this host itself: `lo` on Linux, `lo0` elsewhere."""
+def interface_at(address: str) -> str | None:
+    """The name of this host's network interface with this address; that of 127.0.0.1 leads to the host itself."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
+        if any(known.address == address for known in addresses):
             return name
     return None

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "shoal"
 NOUNS = {
     *("_version", "errors", "units", "files", "machine"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
-    *("exchanges", "inference", "optimizers", "timeline", "diary", "comparison", "outline"),
+    *("exchanges", "inference", "optimizers", "timeline", "diary", "comparison", "outline", "paper"),
 }
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "verdict": set(),
     "cluster": {"errors", "files", "units"},
     "timings": {"errors", "files", "cluster"},
+    "paper": {"cluster"},
     "traffic": set(),
     "timeline": {"errors", "files"},
     "diary": {"timeline"},
@@ -48,6 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     "execution": NOUNS | {"operators", "building", "capturing", "lowering", "planning", "transport"},
     "profiling": NOUNS | {"operators", "lowering", "simulating", "planning", "transport", "execution"},
     "finding": NOUNS | {"lowering", "simulating", "planning", "transport", "execution", "profiling"},
+    "papers": {"errors", "cluster", "paper"},
+    "repeating": NOUNS
+    | {"operators", "lowering", "simulating", "planning", "execution", "profiling", "finding", "zoo"},
     "zoo": {"errors"},
     "data": {"errors", "files", "units", "inference"},
     "launching": {"errors", "machine", "transport"},
@@ -68,10 +72,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": NOUNS
     | {"zoo", "data", "launching", "simulating", "planning", "transport", "execution", "profiling", "finding"}
-    | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"},
+    | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"}
+    | {"papers", "repeating"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = NOUNS
+WITHOUT_TORCH = NOUNS | {"papers"}
 """Layers that decide and never compute: they run and are tested where torch is not."""
 
 

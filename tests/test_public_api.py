@@ -77,6 +77,7 @@ def loaded_after(statement: str, module: str) -> bool:
         "import shoal.cli.doctor",
         "import shoal.cli.plan",
         "import shoal.cli.simulate",
+        "import shoal.cli.papers",
         "import shoal.cli.profile",
         "import shoal.cli.evaluate",
         "import shoal.cli.compare",

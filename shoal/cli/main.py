@@ -24,6 +24,7 @@ COMMANDS = {
     "profile": ("shoal.cli.profile:profile", "Measure a network's layers and the links of this machine."),
     "plan": ("shoal.cli.plan:plan", "Find the plan with the shortest step; show, diff and draw plans."),
     "simulate": ("shoal.cli.simulate:simulate", "Play a plan on any cluster: its step, its trace, what if."),
+    "papers": ("shoal.cli.papers:papers", "Show what papers report beside what the simulator says of their clusters."),
     "trace": ("shoal.cli.trace:trace", "Look at recorded steps: who did what when, and who waited for whom."),
     "doctor": ("shoal.cli.doctor:doctor", "Show what this machine has, what is missing and how to add it."),
 }

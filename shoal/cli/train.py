@@ -59,11 +59,12 @@ def train(
         click.echo(config.to_yaml(), nl=False)
         return
     _say(f"loading {config.model} and the data set {config.data} ...", aside=as_json)
-    if (told := crowded(config)) and surrounding() is None:
-        _say(told, aside=as_json)
+    if surrounding() is None and config.on == "here":
+        if told := crowded(config):
+            _say(told, aside=as_json)
+        if config.workers > 1:
+            load_ahead(config.workers, config.threads)
     # torch loads here and not before: a wrong option is answered at once
-    if config.workers > 1 and surrounding() is None:
-        load_ahead(config.workers, config.threads)
     from shoal import running
     from shoal.cli.progress import progress_for_people
 

@@ -113,6 +113,11 @@ def strategies(request: Request) -> tuple[Strategy, ...]:
     for name, own in named.items():
         settings = {**common, **own, **request.train}
         config = TrainConfig.parse(settings, source=f"{name}: ")
+        if config.on != "here":
+            raise ConfigError(
+                f"{name}: on = {config.on!r}, but strategies are timed beside each other, in turns on this host.",
+                "Leave --on out, or run each with shoal train and look at them together with shoal report.",
+            )
         made.append(Strategy(name, config, _plain(settings)))
     _check_equal(made)
     return tuple(made)

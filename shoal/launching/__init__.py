@@ -1,17 +1,19 @@
 """Launching: processes that work together, started here or by torchrun or srun. Loads torch only in the ranks.
 
 `world.py` reads who this process is, `group.py` joins the ranks, `process.py` is one process and `forked.py` how it
-begins, `ranks.py` starts and supervises ranks of this host that live and die together, `replicas.py` groups of which
-some may be lost, `apart.py` one process that is watched from outside, `stopping.py` counts how often one asked to stop,
-`failure.py` decides what went wrong first.
+begins, `place.py` says where processes are started, of which `on_ray.py` is one place. `ranks.py` starts and supervises
+ranks that live and die together, `replicas.py` groups of which some may be lost, `apart.py` one process that is watched
+from outside. `stopping.py` counts how often one asked to stop, `failure.py` decides what went wrong first.
 """
 
 from shoal.launching.apart import run_apart
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.process import OnStage, leave, load_ahead, offer, tell_stage
+from shoal.launching.on_ray import on_ray
+from shoal.launching.place import HERE, Place
+from shoal.launching.process import OnStage, leave, load_ahead, offer, say, tell_stage
 from shoal.launching.ranks import TimeOverError, run
-from shoal.launching.replicas import Replicas
+from shoal.launching.replicas import Again, Replicas
 from shoal.launching.stopping import Requests, stop_signals
 from shoal.launching.world import World, surrounding
 
@@ -29,7 +31,12 @@ __all__ = [
     "offer",
     "OnStage",
     "Replicas",
+    "Again",
+    "Place",
+    "HERE",
+    "on_ray",
     "tell_stage",
+    "say",
     "leave",
     "Requests",
     "stop_signals",

@@ -33,9 +33,9 @@ READ_WHILE_LOADING = (
 )
 """How the names of such variables begin, up to their first underscore, or in `PYTHON...` as a whole."""
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
-"""Those that ask for an end in good order."""
+"""Those that ask for an end in good order. SIGUSR1 is what batch systems are told to send some time before the end."""
 _PR_SET_NAME = 15
 
 _loaded_with: Mapping[str, str] | None = None

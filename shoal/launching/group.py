@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from shoal.launching.world import World
-from shoal.machine import loopback_interface
+from shoal.launching.world import LOOPBACK, World
+from shoal.machine import interface_at
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for another before it gives up. Steps are shorter; torch's thirty minutes are too long."""
@@ -49,7 +49,7 @@ def joined(world: World, device: str = "cpu", timeout: float = TIMEOUT) -> Itera
 
 def stay_on_host(world: World) -> None:
     """Where all ranks are on this host, let Gloo listen there alone."""
-    if world.on_one_host and (interface := loopback_interface()):
+    if world.on_one_host and (interface := interface_at(LOOPBACK)):
         # Gloo takes the interface of the host's name, which in a container may be none that works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -65,7 +65,7 @@ def table_of(world: World, timeout: float) -> Any:
         if table is not None:
             return table
     if world.number == 0:
-        return serve_table(world.host, world.port, timeout, one_host=world.on_one_host)
+        return serve_table(world.host, world.port, timeout, one_host=world.run_on_one_host)
     return table_at(world.url, timeout)
 
 

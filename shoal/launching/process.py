@@ -3,8 +3,8 @@
 Processes   as `forked.py` begins them, in this one's present folder, each in a session of its own: a Ctrl-C on the
             terminal reaches this process alone, which passes it on once. A process ends when this one does, however
             that happens.
-Signals     the first SIGINT, SIGTERM or SIGHUP asks every process to stop (SIGTERM), as a training loop knows how to;
-            the second kills them. Signals that come together count as one.
+Signals     the first of `stop_signals` asks every process to stop (SIGTERM), as a training loop knows how to; the
+            second kills them. Signals that come together count as one.
 """
 
 import ctypes
@@ -20,10 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -52,6 +51,17 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a process says while it works, for whoever started it."""
+
+    what: object
+
+
+OnSaid = Callable[[Any], None]
+"""Told what a process says while it works."""
+
+
+@dataclass(frozen=True)
 class Offer:
     """What a process that lost another says before it ends: how far it is, and whether it could save that."""
 
@@ -62,15 +72,41 @@ class Offer:
     """Whether all of the run's state is in this process."""
 
 
+class Started(Protocol):
+    """A process that was started, here or elsewhere; multiprocessing's own has all this."""
+
+    @property
+    def sentinel(self) -> int:
+        """A file that can be read once it has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it lives."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+    def terminate(self) -> None:
+        """Ask it to stop, by SIGTERM."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+
+
 @dataclass
 class Process:
     """One process, as the launcher sees it."""
 
     number: int
-    process: BaseProcess
+    process: Started
     pipe: Connection
     stage: "Stage | None" = None
     """How far it is on its way to its work."""
+    said: list[Any] = field(default_factory=list)
+    """What it has said and nobody has taken yet."""
     offer: Offer | None = None
     """It lost another, and waits to hear whether it should save what it has."""
     finished: bool = False
@@ -89,6 +125,8 @@ class Process:
                 report = pickle.loads(self.pipe.recv_bytes())
                 if isinstance(report, Stage):
                     self.stage = report
+                elif isinstance(report, Said):
+                    self.said.append(report.what)
                 elif isinstance(report, Offer):
                     self.offer = report
                 elif isinstance(report, Failure):
@@ -99,6 +137,11 @@ class Process:
             self.process.join(END_SECONDS)
         if not self.told and self.process.exitcode is not None:
             self.failure = Failure.of_death(self.number, self.process.exitcode)
+
+    def take_said(self) -> list[Any]:
+        """What it has said since this was asked last."""
+        said, self.said = self.said, []
+        return said
 
 
 def let_save(process: Process) -> None:
@@ -247,9 +290,18 @@ _words = count(1)
 
 def tell_stage(done: str) -> None:
     """Tell whoever started this process, for people to read, what it has done on its way to its work."""
+    _tell_launcher(Stage(next(_words), done))
+
+
+def say(what: object) -> None:
+    """Tell whoever started this process something while it works, which the launcher's `on_said` hears."""
+    _tell_launcher(Said(what))
+
+
+def _tell_launcher(report: Stage | Said) -> None:
     if _launcher is not None:
         with suppress(OSError):  # it may have ended
-            _launcher.send_bytes(pickle.dumps(Stage(next(_words), done)))
+            _launcher.send_bytes(cloudpickle.dumps(report))
 
 
 def offer(steps: int, stepped: float, *, whole: bool) -> bool:

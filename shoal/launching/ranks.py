@@ -14,19 +14,8 @@ from typing import TypeVar
 from shoal.errors import Loss, RunError, ShoalError, StoppedError
 from shoal.launching.failure import explain
 from shoal.launching.group import TIMEOUT
-from shoal.launching.process import (
-    OnStage,
-    Process,
-    Signals,
-    Stages,
-    end,
-    environment,
-    environment_of,
-    let_save,
-    packed,
-    start,
-)
-from shoal.launching.world import LOOPBACK, World
+from shoal.launching.place import HERE, Gang, Place
+from shoal.launching.process import OnSaid, OnStage, Process, Signals, Stages, end, let_save, packed
 
 GRACE_SECONDS = 1.0
 """Time that the other ranks have to report after the cause is known."""
@@ -51,14 +40,19 @@ def run(
     timeout: float = TIMEOUT,
     device: str = "cpu",
     on_stage: OnStage = lambda *_: None,
+    on_said: OnSaid = lambda _: None,
     offering: bool = False,
     time_is_up: Callable[[], bool] = lambda: False,
+    place: Place = HERE,
 ) -> list[Result]:
-    """`function(*args)` on `workers` new processes of this host, joined in one process group; what each returned.
+    """`function(*args)` on `workers` new processes, joined in one process group; what each returned.
+
+    They are started on this host, or where `place` starts them.
 
     Function, arguments and results must be picklable, by cloudpickle; a rank learns who it is from `torch.distributed`.
     A rank that waits longer than `timeout` seconds for another gives up. `on_stage` hears how far they are with what
-    they tell by `tell_stage`. `offering`: whether ranks that lose another make offers, which are then waited for.
+    they tell by `tell_stage`, `on_said` what they tell by `say`. `offering`: whether ranks that lose another make
+    offers, which are then waited for.
     Once `time_is_up`, they are asked to stop in good order, as by a user; if all do, that is a `TimeOverError`.
 
     Raises the first failing rank's error: a `ShoalError` as its own class, any other as a `RunError` that names the
@@ -67,20 +61,15 @@ def run(
     good order. No process outlives the call.
     Costs some seconds at the first call, in which torch is loaded, and some tenths of a second at the next ones.
     """
-    from shoal.transport.table import OwnTable
-
     payload = packed(function, args)
-    table = OwnTable()  # kept here and not by rank 0, which may be the first to die
+    table = place.table(timeout)  # kept here and not by rank 0, which may be the first to die
     ranks: list[Process] = []
     with Signals(ranks) as signals:
         try:
-            with environment(**environment_of(threads)):
-                for number in range(workers):
-                    world = World(number, workers, number, workers, LOOPBACK, 0, "shoal", table=table.url)
-                    ranks.append(start(world, payload, threads, timeout, device))
+            place.start(Gang(range(workers), workers, payload, threads, timeout, device, table.url), ranks)
             if signals.asked:  # the signal may have missed ranks that had not started yet
                 raise KeyboardInterrupt
-            watch = _Watch(ranks, Stages(on_stage), timeout if offering else 0.0, time_is_up)
+            watch = _Watch(ranks, Stages(on_stage), on_said, timeout if offering else 0.0, time_is_up)
             watch.until_all_told()
             failures = [rank.failure for rank in ranks if rank.failure is not None]
             if failures:
@@ -100,10 +89,16 @@ class _Watch:
     """Waits until every rank has reported how it ended, or its time for that is over."""
 
     def __init__(
-        self, ranks: Sequence[Process], stages: Stages, offer_seconds: float, time_is_up: Callable[[], bool]
+        self,
+        ranks: Sequence[Process],
+        stages: Stages,
+        on_said: OnSaid,
+        offer_seconds: float,
+        time_is_up: Callable[[], bool],
     ) -> None:
         """`offer_seconds`: time in which offers must come after the cause is known; 0 where there are none."""
-        self._ranks, self._stages, self._offer_seconds, self._time_is_up = ranks, stages, offer_seconds, time_is_up
+        self._ranks, self._stages, self._on_said = ranks, stages, on_said
+        self._offer_seconds, self._time_is_up = offer_seconds, time_is_up
         self.asked = False
         """Whether ranks were asked to stop because their time was over."""
         self._saves: Process | None = None
@@ -125,6 +120,8 @@ class _Watch:
             wait(handles, timeout=max(0.0, min(deadline - time.monotonic(), LOOK_SECONDS)))
             for rank in waiting:
                 rank.hear()
+                for what in rank.take_said():
+                    self._on_said(what)
             self._stages.look(self._ranks)
             self._ask_if_time_is_up()
             if self._saves is None:

@@ -11,8 +11,20 @@ group, as `timeout` does, sends it twice."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that ask for an end in good order. SIGHUP, the end of the terminal, unless it is ignored (`nohup`)."""
-    return [number for number in STOP_SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+    """Signals that ask for an end in good order.
+
+    SIGHUP, the end of the terminal, unless it is ignored (`nohup`); SIGUSR1 unless this program uses it itself.
+    """
+    return [number for number in STOP_SIGNALS if not _means_something_else(number)]
+
+
+def _means_something_else(number: signal.Signals) -> bool:
+    match number.name:
+        case "SIGHUP":
+            return signal.getsignal(number) == signal.SIG_IGN
+        case "SIGUSR1":
+            return signal.getsignal(number) != signal.SIG_DFL
+    return False
 
 
 class Requests:

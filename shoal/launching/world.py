@@ -32,6 +32,8 @@ class World:
     """Where ranks are grouped in replicas: the number of this group's first rank in the run."""
     group: str = ""
     """Such a group's name; ranks of one name meet."""
+    group_here: int | None = None
+    """How many of its ranks are on this host; None where it is not known."""
     everyone: int = 0
     """Where ranks are grouped: the ranks of all groups together."""
     table: str = ""
@@ -44,8 +46,14 @@ class World:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all ranks are surely on this host."""
-        return self.local_size is not None and self.local_size >= self.size
+        """Whether all ranks, where they are grouped those of this group, are surely on this host."""
+        here = self.group_here if self.group else self.local_size
+        return here is not None and here >= self.size
+
+    @property
+    def run_on_one_host(self) -> bool:
+        """Whether the ranks of all groups are surely on this host."""
+        return self.local_size is not None and self.local_size >= (self.everyone or self.size)
 
     @property
     def url(self) -> str:
@@ -60,9 +68,22 @@ class World:
     def in_replica(self, ranks: int) -> "World":
         """This process among the ranks of its replica, where every `ranks` of this world are one."""
         replica, rank = divmod(self.rank, ranks)
+        first = replica * ranks
         return replace(
-            self, rank=rank, size=ranks, first=replica * ranks, group=f"replica{replica}", everyone=self.size
+            self,
+            rank=rank,
+            size=ranks,
+            first=first,
+            group=f"replica{replica}",
+            group_here=None if self.local_size is None else self._on_host_in(first, first + ranks),
+            everyone=self.size,
         )
+
+    def _on_host_in(self, first: int, end: int) -> int:
+        """How many of the ranks from `first` to `end` are on this host, which has its ranks one after the other."""
+        assert self.local_size is not None
+        begin = self.rank - self.local_rank
+        return max(0, min(end, begin + self.local_size) - max(first, begin))
 
     def workers(self, asked: int | None) -> int:
         """Its size; a `ConfigError` where the user asked for another number of workers. None: nobody asked."""

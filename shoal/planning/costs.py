@@ -29,6 +29,7 @@ from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
+from shoal.planning.assumed import Assumed, one_by_one_seconds, paired_one_by_one_seconds, server_seconds
 from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.cost_tables import Factor
 from shoal.planning.stages import Stage
@@ -174,6 +175,8 @@ class CostModel:
     bucket_bytes: int = 1 << 20
     losses: bool = False
     """Whether the network ends in one loss per sample, which stays where it is computed."""
+    assumed: Assumed = field(default_factory=Assumed)
+    """Of the tables alone: a plan that is played sends as the engine does."""
     kernels: dict[object, KernelTime] = field(default_factory=dict)
     """What `speeds` said, by layer, part and cut."""
     _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
@@ -337,6 +340,8 @@ class CostModel:
     def gradient_sum(self, size: float, group: "Grouping") -> float:
         """Seconds of the sum of a gradient; a small one is summed in a bucket with others, and pays its part of it."""
         key = (size, group)
+        if self.assumed.servers:
+            return server_seconds(size, group.shape, self.speeds.cluster)
         if key not in self._gradient_sums:
             bucket = max(size, float(self.bucket_bytes))
             phases = sum_phases(bucket, group.shape, group.sharing, self.speeds.cluster)
@@ -381,7 +386,8 @@ class CostModel:
 
     def _paired(self, have: Boxes, need: Boxes, passes: int) -> tuple[Floats, Floats]:
         """As `_transfer`, of each cut to the one that stands beside it."""
-        seconds = passes * paired_seconds(have, need, self.itemsize, self.speeds.cluster)
+        way = paired_one_by_one_seconds if self.assumed.one_by_one else paired_seconds
+        seconds = passes * way(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
         same = (have.starts[:, 0] == need.starts[:, 0]) & (have.stops[:, 0] == need.stops[:, 0])
         memory = np.where(same.all(axis=1) | have.everywhere, 0.0, tile)
@@ -472,7 +478,8 @@ class CostModel:
 
     def _transfer(self, have: Boxes, need: Boxes, passes: int) -> tuple[Floats, Floats]:
         """(seconds of all passes, bytes of tiles on the first rank that are not what it owns), by both cuts."""
-        seconds = passes * transfer_seconds(have, need, self.itemsize, self.speeds.cluster)
+        way = one_by_one_seconds if self.assumed.one_by_one else transfer_seconds
+        seconds = passes * way(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
         same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
         memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])

@@ -63,6 +63,7 @@ class Conducting:
         host: str,
         store: str,
         folder: str,
+        servers_here: bool | None = None,
         own: int | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class Conducting:
             host=host,
             store=store,
             timeout=config.timeout,
+            servers_here=servers_here,
             answer=self._answer,
             on_event=self._on_event,
             on_error=self._on_error,

@@ -113,6 +113,8 @@ class Conductor:
         self._tests = TestsDue(config, about.steps_per_epoch, self._past.tested, self._past.counted, now=now)
         self._watch = Watch(heartbeat=options.heartbeat, timeout=config.timeout, waits=not options.survives)
         self._leaving: set[int] = set()
+        self._shares: dict[int, list[float]] = {}
+        """Losses of replicas' shares of batches that are not counted yet."""
         self._own: OwnStates | None = None
         """What replicas hand in for the checkpoint that is due, where they have something of their own."""
         self._stop_at: int | None = None
@@ -374,9 +376,9 @@ class Conductor:
             return
         before = self.counted
         self._budget.done(replica, step.number, applied=applied)
-        if applied:
-            self._journal.add_loss(step.loss)
         counted = self.counted
+        if applied:
+            self._note_loss(step, range(before, counted))
         if counted == before:
             return
         self._effects.append(Stepped(counted, counted // self._about.steps_per_epoch))
@@ -385,6 +387,19 @@ class Conductor:
             self._effects.append(Log(line))
         if (told := self._journal.take_warning()) is not None:
             self._effects += self.warn(told)
+
+    def _note_loss(self, step: Step, counted: range) -> None:
+        """A loss is part of the means when its batch is counted; `counted`: those that are now.
+
+        Where all share a batch, a replica's report of the next one may be heard before another's of this one.
+        """
+        if not self._options.same_batch:
+            self._journal.add_loss(step.loss)
+            return
+        self._shares.setdefault(step.number, []).append(step.loss)
+        for number in counted:
+            for loss in self._shares.pop(number, ()):
+                self._journal.add_loss(loss)
 
     def _diverge(self, problem: str) -> None:
         self._fail(DivergedError(problem, how_to_step_less(self._config)))

@@ -17,7 +17,7 @@ from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
 from shoal.inference import Inference
-from shoal.launching import Failure, Replicas, World, joined, table_of, told_to_all
+from shoal.launching import HERE, Again, Failure, Place, Replicas, World, joined, table_of, told_to_all
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.replicas.conducting import Conducting
@@ -37,7 +37,6 @@ from shoal.training.network import count_parameters
 from shoal.training.outcome import describe, inference_of
 from shoal.training.own_objects import NO_OBJECTS, OwnObjects, check_same, other_weights, write_objects
 from shoal.training.run_folder import RunFolder
-from shoal.transport.links import LOOPBACK
 
 END = "shoal/end"
 """Where rank 0 of a world says how the run ended."""
@@ -46,23 +45,45 @@ LEAVE_SECONDS = 30.0
 
 
 def train_here(
-    config: TrainConfig, resumed: Path | None, listener: Listener, device: str, own: OwnObjects = NO_OBJECTS
+    config: TrainConfig,
+    resumed: Path | None,
+    listener: Listener,
+    device: str,
+    own: OwnObjects = NO_OBJECTS,
+    place: Place = HERE,
 ) -> RunResult:
-    """Start all replicas on this host and conduct them."""
+    """Start all replicas, on this host or where `place` starts them, and conduct them in this process."""
     options = _options(config)
     each = config.workers // config.replicas
     threads = threads_each(config.threads, config.workers)
     config = config.model_copy(update={"threads": threads})
     replicas = Replicas(
-        config.replicas, each, threads=threads, timeout=config.timeout, device=device, survives=options.survives
+        config.replicas,
+        each,
+        threads=threads,
+        timeout=config.timeout,
+        device=device,
+        survives=options.survives,
+        place=place,
     )
     died: list[int] = []
-    with _conducting(config, resumed, listener, own, one_host=True, host=LOOPBACK, store=replicas.table) as conducting:
+    with _conducting(
+        config,
+        resumed,
+        listener,
+        own,
+        one_host=place.one_host,
+        host=place.address,
+        store=replicas.table,
+        servers_here=True,  # this process is where the run is lost if it is lost: nowhere are they safer
+    ) as conducting:
+        again = Again(_train_late, (config, conducting.meeting, config.workers, own), config.restarts)
 
         def lost(replica: int, failure: Failure) -> None:
             if failure.kind == "died":
                 died.append(replica)
-            conducting.lost(replica, _why(failure))
+            if replica < config.replicas:  # those that came late have numbers of the coordinator's, which misses them
+                conducting.lost(replica, _why(failure))
 
         try:
             replicas.run(
@@ -77,6 +98,7 @@ def train_here(
                 on_lost=lost,
                 others=lambda: options.survives and conducting.goes_on,
                 on_stage=listener.starting,
+                again=None if place.one_host or not options.takes_late else again,
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
@@ -190,7 +212,9 @@ def join_run(folder: Path) -> None:
     replicas = Replicas(1, each, threads=threads, timeout=config.timeout, device="cpu", survives=False)
     never, nothing = (lambda: False), (lambda *_: None)
     try:
-        replicas.run(_train_late, config, meeting, config.workers, over=never, on_stop=nothing, on_lost=nothing)
+        replicas.run(
+            _train_late, config, meeting, config.workers, NO_OBJECTS, over=never, on_stop=nothing, on_lost=nothing
+        )
     except PeerError as error:
         if path.exists():
             raise
@@ -200,8 +224,8 @@ def join_run(folder: Path) -> None:
         ) from error
 
 
-def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, _: int) -> None:
-    train_replica(config, meeting, None, ranks_here, NO_OBJECTS, None)
+def _train_late(config: TrainConfig, meeting: Meeting, ranks_here: int, own: OwnObjects, _: int) -> None:
+    train_replica(config, meeting, None, ranks_here, own, None)
 
 
 @contextmanager
@@ -214,6 +238,7 @@ def _conducting(
     one_host: bool,
     host: str,
     store: str,
+    servers_here: bool | None = None,
     here: int | None = None,
 ) -> Iterator[Conducting]:
     """Everything that a run needs beside its replicas, for as long as it lasts. `here`: a replica in this process."""
@@ -249,6 +274,7 @@ def _conducting(
             host=host,
             store=store,
             folder=str(folder.path),
+            servers_here=servers_here,
             own=here,
         )
         stack.callback(conducting.close)

@@ -13,14 +13,14 @@ from torch import nn
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
 from shoal.errors import ConfigError
-from shoal.launching import OnStage, joined, run, run_apart, surrounding
+from shoal.launching import OnStage, joined, on_ray, run, run_apart, surrounding
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
 from shoal.running.going_on import Attempt, go_on_by_itself
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole
-from shoal.training.listener import Listener, Listeners
+from shoal.training.listener import Listener, Listeners, Relayed, hearing
 from shoal.training.loop import TRAINING
 from shoal.training.network import Criterion
 from shoal.training.own_objects import OwnObjects, check_same
@@ -215,10 +215,20 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
         check_installed()
         listener = Listeners((listener, TensorBoardEvents()))
     world = surrounding()
+    if config.on == "ray":
+        if world is not None:
+            raise ConfigError(
+                f"on = 'ray' asks Ray for the workers, but {world.origin} started this process as one of them.",
+                f"Leave --on out, or start one process without {world.origin}.",
+            )
+        # It does not grow by itself: nobody here knows whether Ray has room for more, and without that it would end.
+        return _train_on_ray(config, resumed, listener, own, _Clock(None, listener.starting))
+    every_rank = config.exchange is not None and not config.tells("replicas")
+    if world is not None and world.size == 1 and not asked and (every_rank or config.replicas == 1):
+        config = config.on_workers(1)  # a run that others took part in before goes on alone
     if world is not None and world.size > 1:
         workers = world.workers(config.workers if asked else None)
-        every_rank = config.exchange is not None and not config.tells("replicas")
-        config = config.on(workers) if every_rank else config.model_copy(update={"workers": workers})
+        config = config.on_workers(workers) if every_rank else config.model_copy(update={"workers": workers})
         if config.exchange_settings() is not None:
             from shoal.replicas.run import train_in_world
 
@@ -265,6 +275,57 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
         time_is_up=clock.time_is_up,
     )
     return results[0]
+
+
+def _train_on_ray(
+    config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, clock: "_Clock"
+) -> RunResult:
+    """Ranks as actors of a Ray cluster, conducted from here. Each has one core unless --threads says more."""
+    config = config.model_copy(update={"threads": config.threads or 1})
+    if config.exchange_settings() is not None:
+        if not config.goes_on_by_itself:
+            return _replicas_on_ray(config, resumed, listener, own)
+        return run_apart(
+            _replicas_on_ray,
+            config,
+            resumed,
+            listener,
+            own,
+            called="conductor",
+            threads=config.threads or 1,
+            timeout=config.timeout,
+            on_stage=clock.hear,
+            time_is_up=clock.time_is_up,
+        )
+    _check(config, resumed, own)
+    with on_ray(listener.starting) as place:
+        device = place.device(config.device, config.workers)
+        results = run(
+            train_on_rank,
+            config.model_copy(update={"device": device}),
+            resumed,
+            Relayed(),  # what rank 0 printed would be seen on its own node
+            None,
+            own,
+            workers=config.workers,
+            threads=config.threads or 1,
+            timeout=config.timeout,
+            device=device,
+            on_stage=clock.hear,
+            on_said=hearing(listener),
+            offering=config.goes_on_by_itself,
+            time_is_up=clock.time_is_up,
+            place=place,
+        )
+        return results[0]
+
+
+def _replicas_on_ray(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects) -> RunResult:
+    from shoal.replicas.run import train_here
+
+    with on_ray(listener.starting) as place:
+        device = place.device(config.device, config.workers)
+        return train_here(config.model_copy(update={"device": device}), resumed, listener, device, own, place)
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of the terminal as a question the loop asks, not an exception in the middle of a step."""
+"""Ctrl-C, SIGTERM and their like as a question the loop asks, not an exception in the middle of a step."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from shoal.launching import Requests, stop_signals
 
 
 class StopSignal:
-    """True after the first SIGINT, SIGTERM or SIGHUP; the second acts as if this class were not there.
+    """True after the first of `stop_signals`; the second acts as if this class were not there.
 
     The first lets the loop finish its step and leave whole files; whoever is in a hurry presses again. Signals that
     come together are one. They can be caught in the main thread only; elsewhere this is never true.

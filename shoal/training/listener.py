@@ -1,9 +1,10 @@
 """Who hears what a run does: the progress bar, or a user's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.launching import say
 from shoal.result import RunResult, WentOn
 from shoal.training.run_folder import RunFolder
 
@@ -117,3 +118,38 @@ class Listeners(Listener):
     def ended(self) -> None:
         for listener in self.all:
             listener.ended()
+
+
+class Relayed(Listener):
+    """On a rank of another host: what it hears is told to the process that started it, where `hearing` passes it on."""
+
+    def planning(self, done: int, of: int, what: str) -> None:
+        say(("planning", (done, of, what)))
+
+    def started(self, about: About, folder: RunFolder) -> None:
+        say(("started", (about, folder)))
+
+    def stepped(self, steps: int, epoch: int) -> None:
+        say(("stepped", (steps, epoch)))
+
+    def logged(self, metrics: Mapping[str, Any]) -> None:
+        say(("logged", (dict(metrics),)))
+
+    def happened(self, what: str, replica: int) -> None:
+        say(("happened", (what, replica)))
+
+    def finished(self, result: RunResult, folder: RunFolder) -> None:
+        say(("finished", (result, folder)))
+
+    def ended(self) -> None:
+        say(("ended", ()))
+
+
+def hearing(listener: Listener) -> Callable[[tuple[str, tuple[Any, ...]]], None]:
+    """What makes `listener` hear what a `Relayed` one is told."""
+
+    def heard(word: tuple[str, tuple[Any, ...]]) -> None:
+        name, values = word
+        getattr(listener, name)(*values)
+
+    return heard

@@ -1,7 +1,8 @@
 """Tables: where processes of one run write down their addresses, so that they find each other. Never a secret.
 
     file://...       of processes that Shoal starts on one host: memory that only this user can open, and no port
-    tcp://HOST:PORT  of a world that srun or torchrun started: torch's TCPStore, which answers whoever connects
+    tcp://HOST:PORT  of a world that srun or torchrun started, or of processes that Shoal starts on several hosts:
+                     torch's TCPStore, which answers whoever connects
 
 Whoever reaches the port of a TCPStore can read and overwrite what is in it. So nothing in it lets a stranger into a
 run: no token is in its keys or values, it listens at the one address that the ranks were told, not at all of them, and
@@ -58,6 +59,23 @@ class OwnTable:
         self._close()
 
 
+class HostTable:
+    """A table for processes that this one starts on several hosts, at `host`, an address of this one, and no other.
+
+    It answers for as long as this object lives, since processes may come at any time.
+    """
+
+    def __init__(self, host: str, timeout: float) -> None:
+        self._store: Store | None
+        self._store, _, port = _serve(host, host, 0, timeout)
+        self.url = f"tcp://{host}:{port}"
+        """What processes give to `table_at`."""
+
+    def close(self) -> None:
+        """End it, once no process needs it any more."""
+        self._store = None
+
+
 def table_at(url: str, timeout: float) -> Store:
     """The table at `url`, which another process keeps; waits up to `timeout` seconds for it, and for what it lacks."""
     patience = timedelta(seconds=timeout)
@@ -86,19 +104,28 @@ def serve_table(host: str, port: int, timeout: float, *, one_host: bool) -> Stor
         address = _own(host)
         if address is None or (ip_address(address).is_loopback and not one_host):
             address = "0.0.0.0"
-        with listening(address, port) as sock:
-            file, number = os.dup(sock.fileno()), sock.getsockname()[1]
-        table = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            number,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            multi_tenant=True,  # a script may make a world of its own at the same port
-            master_listen_fd=file,
-        )
+        table, file, _ = _serve(host, address, port, timeout)
         _served[url] = table, file
     return _served[url][0]
+
+
+def _serve(host: str, address: str, port: int, timeout: float) -> tuple[Store, int, int]:
+    """A store of this process that listens at `address` and is reached as `host`; the file of its port, and the port.
+
+    Port 0 lets the system choose.
+    """
+    with listening(address, port) as sock:
+        file, number = os.dup(sock.fileno()), sock.getsockname()[1]
+    table = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        number,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        multi_tenant=True,  # a script may make a world of its own at the same port
+        master_listen_fd=file,
+    )
+    return table, file, number
 
 
 def all_are_here() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from shoal.training.run_folder import RunFolder
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import WITH_DROPOUT, result_of
+from tests.replicas.worlds import free_port
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
@@ -172,3 +174,78 @@ def test_torchrun_restarts_a_run(tiny: str, tmp_path: Path) -> None:
     assert run.returncode == 0, printed
     assert "going on with the run in o" in printed[0]
     assert result_of(out)["steps"] == 600
+
+
+def test_torchrun_goes_on_with_the_nodes_that_are_left_and_with_those_that_return(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out, meeting = tmp_path / "o", f"127.0.0.1:{free_port()}"
+    torchrun = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
+    settings = ["-m", "shoal", "train", "--data", tiny, *NET, "--epochs", "20000", "--eval-every", "20000"]
+    settings += ["--out", "o", "--checkpoint-every", "5steps", "--resume", "auto"]
+
+    def agent(*, keeps_meeting: bool) -> "subprocess.Popen[str]":
+        """One node. That which keeps the meeting must stay."""
+        told = ["--rdzv-conf", f"is_host={int(keeps_meeting)},last_call_timeout=1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *told, *settings]
+        variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (tmp_path / "printed").open("a") as printed:
+            return subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=printed, stderr=printed, text=True)
+
+    def trains_on(workers: int) -> bool:
+        """Whether a world of so many workers has saved."""
+        last = RunFolder(out).checkpoints.all()[-1:]
+        with suppress(OSError):  # a newer one takes its place
+            return bool(last) and last[0].state()["ranks"] == workers
+        return False
+
+    agents = [agent(keeps_meeting=True), agent(keeps_meeting=False)]
+    reached_by: list[int] = []
+    try:
+        wait_for(partial(trains_on, 2), agents[0])
+        reached_by.append(newest(out))
+        kill_all(agents.pop())
+        wait_for(partial(trains_on, 1), agents[0])
+        reached_by.append(newest(out))
+        agents.append(agent(keeps_meeting=False))
+        wait_for(partial(trains_on, 2), agents[0])
+        reached_by.append(newest(out))
+    finally:
+        for each in agents:
+            kill_all(each)
+    assert reached_by == sorted(set(reached_by)), (tmp_path / "printed").read_text()
+    assert RunFolder(out).checkpoints.newest_whole()[1] == []
+
+
+def test_a_step_of_slurm_saves_at_its_signal_and_goes_on_when_it_is_requeued(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out = tmp_path / "o"
+    settings = ["train", "--data", tiny, *NET, "--eval-every", "20000", "--checkpoint-every", "20000epochs"]
+
+    def step(number: int, *options: str) -> list[Begun]:
+        """What srun starts: two tasks on one node."""
+        told = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "node1"}
+        told |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+        told["MASTER_PORT"] = str(free_port())
+        ranks = [{**told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        command = [*settings, "--out", "o", "--resume", "auto", *options]
+        return [begin(tmp_path, "shoal", *command, **variables) for variables in ranks]
+
+    tasks = step(0, "--epochs", "20000")
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0, tasks[0])
+        for task in tasks:
+            task.send_signal(signal.SIGUSR1)
+        printed = [task.communicate(timeout=60) for task in tasks]
+        assert [task.returncode for task in tasks] == [130, 130], printed
+        assert "shoal train --resume o" in printed[0][1]
+        steps = newest(out)
+        assert steps > 0
+        tasks = step(1, "--epochs", str(steps // 10 + 2))
+        printed = [task.communicate(timeout=100) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], printed
+    assert f"going on after step {steps}" in printed[0][0]
+    assert result_of(out)["steps"] == 10 * (steps // 10 + 2)

@@ -84,3 +84,12 @@ def test_half_a_world_is_refused(environ: dict[str, str], named: list[str]) -> N
 )
 def test_lists_of_hosts(nodes: str, hosts: list[str]) -> None:
     assert hosts_of(nodes) == hosts
+
+
+@pytest.mark.parametrize(("rank", "together"), [(0, True), (2, False), (3, False), (5, True)])
+def test_a_replica_may_lie_over_two_hosts_though_each_has_as_many_ranks(rank: int, together: bool) -> None:
+    """Two hosts of three ranks: of the replicas of two, the middle one has a rank on each."""
+    world = World(rank, 6, rank % 3, 3, "node7", 29400, "torchrun").in_replica(2)
+    assert world.on_one_host == together
+    assert not world.run_on_one_host
+    assert World(rank, 6, rank, 6, "node7", 29400, "torchrun").in_replica(2).run_on_one_host

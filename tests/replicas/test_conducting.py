@@ -19,7 +19,8 @@ from shoal.exchanges import Holding
 from shoal.exchanging import Seat, Tally
 from shoal.replicas.bundle import packed
 from shoal.replicas.conducting import Conducting
-from shoal.replicas.effects import WriteOwn
+from shoal.replicas.conductor import Conductor, Whereabouts
+from shoal.replicas.effects import Log, WriteOwn
 from shoal.replicas.orders import (
     AskTime,
     HandedIn,
@@ -354,3 +355,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
+
+
+def test_a_line_has_the_losses_of_its_own_batch_whoever_is_heard_first() -> None:
+    config = TrainConfig(replicas=2, exchange="allreduce", batch=8, log_every=1)
+    options = config.exchange_settings()
+    assert options is not None
+    conductor = Conductor(config, options, about_a_run(config, options), Whereabouts("run"))
+    for replica in (0, 1):
+        conductor.happened("joined", replica, 0.0)
+    lines = []
+    for replica, number, loss in [(0, 0, 1.0), (0, 1, 10.0), (1, 0, 3.0), (1, 1, 30.0)]:
+        conductor.answer(replica, NextBatches(None), 0.0)
+        done = StepsDone((Step(number, loss, 0.1),), True, (1,), Tally())
+        effects = conductor.answer(replica, NextBatches(done), 1.0).effects
+        lines += [effect.values for effect in effects if isinstance(effect, Log) and effect.values["event"] == "steps"]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 2.0), (2, 20.0)]

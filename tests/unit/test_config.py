@@ -18,7 +18,7 @@ FLAGS = {
     TrainConfig: SHARED
     + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
     "last_batch accumulate clip label_smoothing amp ema "
-    "replicas exchange exchange_options slow race "
+    "on replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every patience eval_steps checkpoint_every keep restarts elastic "
     "log_every tensorboard trace",
     VerifyConfig: SHARED + "steps dtype tolerance",
@@ -173,8 +173,8 @@ def test_what_is_not_given_fits_what_is(
 
 
 def test_on_other_workers_what_was_not_given_is_decided_anew() -> None:
-    assert TrainConfig(exchange="downpour").on(3).replicas == 3
-    assert TrainConfig(exchange="downpour", workers=4, replicas=2).on(6).replicas == 2
+    assert TrainConfig(exchange="downpour").on_workers(3).replicas == 3
+    assert TrainConfig(exchange="downpour", workers=4, replicas=2).on_workers(6).replicas == 2
 
 
 def test_a_batch_that_was_given_must_be_shared_equally() -> None:

@@ -65,7 +65,9 @@ class Meeting:
 class MeetingPlace:
     """Everything that a run needs beside its replicas, from here until `close`.
 
-    `holding`: where the common weights are. `answer`, `on_event` and `on_error` are the coordinator's.
+    `holding`: where the common weights are. `servers_here`: whether server processes are started on this host, whose
+    network they then share, and not by replicas, each on its own; unless told, where all are on one host. `answer`,
+    `on_event` and `on_error` are the coordinator's.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class MeetingPlace:
         host: str,
         store: str | None,
         timeout: float,
+        servers_here: bool | None = None,
         answer: Answer | None = None,
         on_event: Callable[[Event], None] = lambda _: None,
         on_error: Callable[[Exception], None] | None = None,
@@ -84,8 +87,9 @@ class MeetingPlace:
         self.kind, self.servers = holding
         self._shared = SharedFolder.create() if self.kind == "direct" else None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._on_hosts = self.kind == "processes" and host != LOOPBACK
-        """Whether replicas start the servers, each on its host: here they would all share one host's network."""
+        here = host == LOOPBACK if servers_here is None else servers_here
+        self._on_hosts = self.kind == "processes" and not here
+        """Whether replicas start the servers."""
         try:
             self.coordinator = Coordinator(
                 heartbeat=options.heartbeat,

@@ -53,6 +53,15 @@ def limit_waiting(sock: socket.socket, seconds: float | None) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
+def somebody_listens(host: str, port: int, seconds: float) -> bool:
+    """Whether a connection to `host` and `port` is taken within `seconds`; it is closed again."""
+    try:
+        with socket.create_connection((host, port), timeout=seconds):
+            return True
+    except (OSError, OverflowError):  # a port that is none
+        return False
+
+
 def keep_from_children(sock: socket.socket) -> None:
     """A forked child closes its copy: else a process that died would look alive for as long as its child lives."""
     _ours.add(sock)

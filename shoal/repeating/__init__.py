@@ -1,0 +1,1 @@
+"""What papers report, repeated by the simulator: the answers to what `shoal/papers/` asks."""
