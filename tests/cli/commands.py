@@ -1,7 +1,6 @@
 """The command line in processes of its own, which begin as copies of one that has loaded torch.
 
-So does the helper from which a command forks its ranks; tests/launching and whatever torchrun starts have one that
-loads everything itself. Other modules, such as torchrun, are started as people start them.
+Other modules, such as torchrun, are started as people start them.
 """
 
 import multiprocessing as mp
@@ -9,18 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import count
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Protocol
 
-LOADED = [
-    *("torch.export._trace", "torch._dynamo", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"),
-    *("shoal.training.rank", "shoal.replicas.worker"),
-]
+LOADED = ["torch.export._trace", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"]
 _numbers = count()
 _server = vars(forkserver.ForkServer())
 
@@ -128,32 +123,6 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
         os.close(file)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
     sys.argv = ["shoal", *arguments]
-    if not {"--restarts", "--elastic"} & set(arguments):  # whose processes start others: a conductor apart hung so
-        vars(util)["spawnv_passfds"] = partial(_spawned, util.spawnv_passfds)
     from shoal.cli.main import main
 
     main()
-
-
-def _spawned(plain: Callable[..., int], path: bytes, words: Sequence[str], passed: Sequence[int]) -> int:
-    """A process that multiprocessing starts; the helper from which ranks are forked, as a copy of this process.
-
-    Only while this is the one thread here: others would be missing in the copy.
-    """
-    program = words[-1]
-    if "forkserver" not in program or len(list(Path("/proc/self/task").iterdir())) > 1:
-        return plain(path, words, passed)
-    child = os.fork()
-    if child:
-        return child
-    try:
-        for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-            if number > 2 and number not in passed:
-                with suppress(OSError):  # that of the listing itself
-                    os.close(number)
-        for stop in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(stop, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        exec(program, {})
-    finally:
-        os._exit(1)
