@@ -49,6 +49,7 @@ NOT_OF_LAYERS = {
     "building/factory_journal.py": "what a function that makes a network calls to fill its weights",
     "building/playing.py": "which of these calls can be played again on a box of the weights",
     "building/recording.py": "which of these calls draw, and which make tensors",
+    "cli/papers.py": "what is told of a paper: its name, its title, where it appeared",
     "cli/trace.py": "kinds of what a rank does in time",
     "timeline.py": "the same",
     "reporting/charts.py": "the same",
