@@ -294,7 +294,9 @@ TABLE: Mapping[str, Run | Left] = {
             "--batch 8 --out plan.json",
         )
     ),
-    "shoal verify --model unet --data nuclei --batch 2 --plan spatial --json verdict.json": Run(needs=("nuclei",)),
+    "shoal verify --model unet --model-options width=4 --data nuclei --batch 1 --plan spatial --json verdict.json": Run(
+        needs=("nuclei",)
+    ),
     "torchrun -m shoal verify": TEMPLATE,
     "shoal train --model unet --data nuclei --batch 1 --epochs 1 --threads 1": BY_HAND,
     "shoal train --model unet --data nuclei --batch 1 --epochs 1 --threads 1 --workers 2 --plan spatial": BY_HAND,
