@@ -1,4 +1,4 @@
-"""torch.export without the work whose results nobody here reads: it makes the same graph in half the time.
+"""torch.export without the work whose results nobody here reads: it makes the same graph, sooner.
 
     Python code of a graph       written anew after each of torch's passes; graphs are read here, not run, so it waits
                                  until somebody asks for it
