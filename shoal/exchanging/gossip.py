@@ -34,7 +34,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from shoal.errors import ConfigError, PeerError
-from shoal.exchanging.base import OwnWeights, distance, steps_apart
+from shoal.exchanges import Rates
+from shoal.exchanging.base import CLIMB, OwnWeights, distance, steps_apart
 from shoal.exchanging.compression.codecs import Codec
 from shoal.exchanging.compression.options import Compressing
 from shoal.exchanging.compression.packing import Packer
@@ -51,6 +52,11 @@ FIND_SECONDS = 30.0
 """Time that a replica has to get its first weights from another."""
 PAUSE_SECONDS = 0.1
 """Between two tries."""
+MISSED_AT_MOST = 1
+"""Meetings in a row that a replica does without, because its last message is still on its way, before it waits for it.
+On crowded cores four of five would be missed else, and replicas drift apart until they learn nothing."""
+PATIENCE_SECONDS = 0.25
+"""How long it waits, then: a peer that is frozen must not hold it up."""
 
 
 class Options(Compressing):
@@ -70,6 +76,10 @@ class Options(Compressing):
     def among(self, replicas: int) -> Self:
         """Replicas send more often the more of them there are, unless it was said how often."""
         return self.unless_given("probability", 1 / steps_apart(replicas))
+
+    def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
+        """Each replica steps by a part of the batch: its first gradients, large and noisy, would lead it astray."""
+        return given._replace(climb=CLIMB)
 
     @property
     def own_in_words(self) -> str:
@@ -127,6 +137,8 @@ class Gossip(OwnWeights):
         self._peers, self._draws = peers, draws
         self._probability, self._period, self._pairs = probability, period, pairs
         self._count = 0
+        self._missed = 0
+        """Meetings in a row that were due while a message was on its way."""
         self._mixing = threading.Lock()
         """Guards weights, shares and the inbox, which training and the threads that answer peers read and change."""
         self.share = share
@@ -192,12 +204,9 @@ class Gossip(OwnWeights):
             self.replica.tell_weights()
 
     def _speak(self) -> bool:
-        """Send weights to a peer drawn at random, unless the last message is still on its way.
-
-        Whether that changed this replica's own weights.
-        """
+        """Send weights to a peer drawn at random. Whether that changed this replica's own weights."""
         peers = self._peers.there()
-        if not peers or not self.replica.names or self._outbox.busy:
+        if not peers or not self.replica.names or not self._outbox_is_free():
             return False
         peer = self._draws.choice(peers)
         self.tally.updates += 1
@@ -208,6 +217,17 @@ class Gossip(OwnWeights):
             message = self._taken_to_send()
         self._outbox.put((peer, *message))
         return self._packer is not None
+
+    def _outbox_is_free(self) -> bool:
+        """Whether the last message has arrived; waited for, where a meeting was missed for it already."""
+        if self._outbox.busy:
+            self._missed += 1
+            if self._missed > MISSED_AT_MOST:
+                self._outbox.wait(PATIENCE_SECONDS)
+            if self._outbox.busy:
+                return False
+        self._missed = 0
+        return True
 
     def _taken_to_send(self) -> tuple[list[Tensor], float, list[Tensor] | None]:
         """Weights to send, half of this replica's share, and how they travel, if compressed.

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from shoal.errors import ConfigError
 from shoal.exchanges import Holding, Rates
-from shoal.exchanging.base import Kind
+from shoal.exchanging.base import CLIMB, Kind
 from shoal.exchanging.servers.shared_memory import SharedFolder
 
 Servers = Literal["auto", "direct", "processes", "threads"]
@@ -126,10 +126,6 @@ def shorter(momentum: float) -> float:
     (0.8, 0.0, 0.0)
     """
     return max(0.0, 1 - 2 * (1 - momentum))
-
-
-CLIMB = 100
-"""Batches of each replica in which the rate climbs: the first gradients are large, and their staleness hurts most."""
 
 
 def momentum_adds_up(replicas: int, lr: float, momentum: float) -> list[str]:
