@@ -169,7 +169,12 @@ class WiredOutbox:
         if (sent := self._sent) is not None:
             stage: Stage = self._swarm.stage
             either = Moment()
-            self._swarm.enter(self._number, lambda: (sent.wait(), either.happen())[0])
+
+            def tell() -> None:
+                sent.wait()
+                either.happen()
+
+            self._swarm.enter(self._number, tell)
             stage.agenda.note(stage.now + seconds, lambda _: either.happen())
             either.wait()
 

@@ -34,7 +34,7 @@ from shoal.swarm.peers import Answer, WiredOutbox, WiredPeers
 from shoal.swarm.ring import Group, Ring
 from shoal.swarm.servers import Farm, SharedShard
 from shoal.swarm.stage import Actor, Moment, Stage
-from shoal.swarm.wire import Sent, Wire
+from shoal.swarm.wire import Host, Sent, Wire
 from shoal.swarm.work import Work
 from shoal.timeline import Message, Trace
 from shoal.timeline import Slice as Drawn
@@ -147,7 +147,7 @@ class Swarm:
         holding = self.options.holding(setting.replicas, one_host=setting.one_host, weight_bytes=weights)
         self._rates = self.options.tuned(rates, setting.replicas)
         self.stage = Stage()
-        hosts = [("server", number) for number in range(holding.servers or 1)]
+        hosts: list[Host] = [("server", number) for number in range(holding.servers or 1)]
         faster = {} if setting.server_bandwidth is None else dict.fromkeys(hosts, setting.server_bandwidth)
         self.wire = Wire(self.stage.agenda, setting.bandwidth, setting.latency, faster)
         if traced:

@@ -95,7 +95,7 @@ class Training:
         places = self._places(batch)
         network.train()
         network.zero_grad()
-        F.cross_entropy(network(self._train[0][places]), self._train[1][places]).backward()
+        F.cross_entropy(network(self._train[0][places]), self._train[1][places]).backward()  # type: ignore[no-untyped-call]
 
     def _places(self, batch: int) -> Tensor:
         per_epoch = len(self._train[0]) // self._batch

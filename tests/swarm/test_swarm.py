@@ -31,7 +31,8 @@ def ran(name: str, options: dict[str, Any] | None = None, weights: float = MB, *
 
 
 def test_two_messages_halve_a_link_and_a_death_frees_it() -> None:
-    agenda, times = Agenda(), []
+    agenda = Agenda()
+    times: list[Any] = []
     wire = Wire(agenda, bandwidth=1.0, latency=0.0)
     wire.send("a", "c", 10, lambda: times.append(("a", agenda.now)))
     wire.send("b", "c", 10, lambda: times.append(("b", agenda.now)))
@@ -212,9 +213,12 @@ def test_one_replica_is_plain_sgd(name: str) -> None:
     """With one replica, no latency and the exchange's own rule the trained weights are those of torch's SGD."""
     draw = torch.Generator().manual_seed(3)
     data = torch.randn(64, 16, generator=draw, dtype=torch.float64), torch.randint(0, 3, (64,), generator=draw)
-    options: dict[str, Any] = {"dasgd": {"sparse": "none", "decay": "none"}, "backup": {"backups": 0}}.get(name, {})
-    if name == "easgd":
-        options = {"period": 1000}  # it never meets the centre: between pushes it is SGD
+    own_options: dict[str, dict[str, Any]] = {
+        "dasgd": {"sparse": "none", "decay": "none"},
+        "backup": {"backups": 0},
+        "easgd": {"period": 1000},  # it never meets the centre: between pushes it is SGD
+    }
+    options = own_options.get(name, {})
     work = Training(network, data, data, batch=8)
     swarm = Swarm(parse_exchange(name, options), setting(replicas=1, steps=24), work, Rates(0.1, 0.9))
     swarm.run()
