@@ -222,7 +222,8 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
-    "shoal simulate --model lenet5 --replicas 64 --exchange gossip --cluster internet --batch 2048 --steps 200": BY_HAND,
+    "shoal simulate --model lenet5 --replicas 64 --exchange gossip --cluster internet --batch 2048 "
+    "--steps 200": BY_HAND,
     "shoal simulate --model lenet5 --replicas 64 --exchange local --cluster internet --batch 2048 --steps 60 "
     "--step-seconds 1 --train --data fashion-mnist": BY_HAND,
     "shoal simulate --model resnet18 --replicas 64 --cluster internet --batch 2048 --steps 48 --jitter 0.2 "
