@@ -222,6 +222,14 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "shoal simulate data --model vgg16 --batch 2048 --cluster p100-4x4 --what-if bandwidth=2x --what-if devices=64 "
     "--json": Run(),
+    "shoal simulate --model lenet5 --replicas 64 --exchange gossip --cluster internet --batch 2048 "
+    "--steps 200": BY_HAND,
+    "shoal simulate --model lenet5 --replicas 64 --exchange local --cluster internet --batch 2048 --steps 60 "
+    "--step-seconds 1 --train --data fashion-mnist": BY_HAND,
+    "shoal simulate --model resnet18 --replicas 64 --cluster internet --batch 2048 --steps 48 --jitter 0.2 "
+    "--exchange NAME --exchange-options ...": BY_HAND,
+    "shoal simulate --model lenet5 --replicas 64 --cluster internet --batch 2048 --steps 60 --jitter 0.2 "
+    "--step-seconds 1 --churn lifetime=600,away=150 --train --data fashion-mnist --exchange NAME": BY_HAND,
     "shoal papers": Run(),
     "shoal papers optcnn": Run(),
     "shoal papers optcnn --measure": BY_HAND,

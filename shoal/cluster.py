@@ -118,12 +118,25 @@ class Level(_Frozen):
         return 2 * (ranks - 1) * self.latency if self.sum_latency is None else self.sum_latency
 
 
+class Comings(_Frozen):
+    """How long hosts stay, where they come and go; both are means of exponential distributions."""
+
+    lifetime: Duration = Field(gt=0)
+    """Seconds for which a host is there."""
+    away: Duration
+    """Seconds until another comes in its place; 0: none does."""
+    source: Words
+    """Where these numbers are from, in words."""
+
+
 class Cluster(_Frozen):
     """Equal devices and levels of links, innermost first; no levels is one device alone. Frozen."""
 
     name: Words
     device: Device
     levels: tuple[Level, ...] = ()
+    churn: Comings | None = None
+    """Unless given, hosts neither die nor come."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -169,7 +182,8 @@ class Cluster(_Frozen):
         levels = [self.levels[index] for index in reached] if ranks > 1 else []
         if levels:
             levels[-1] = levels[-1].model_copy(update={"size": ranks})
-        return Cluster(name=f"{self.name}, first {ranks}", device=self.device, levels=tuple(levels))
+        name = f"{self.name}, first {ranks}"
+        return Cluster(name=name, device=self.device, levels=tuple(levels), churn=self.churn)
 
     def resized(self, ranks: int) -> "Cluster":
         """The cluster of `ranks` ranks like these: its first, or with more of its outermost links' groups."""
@@ -182,7 +196,7 @@ class Cluster(_Frozen):
             )
         *inner, outermost = self.levels
         levels = (*inner, outermost.model_copy(update={"size": ranks}))
-        return Cluster(name=f"{self.name}, as {ranks}", device=self.device, levels=levels)
+        return Cluster(name=f"{self.name}, as {ranks}", device=self.device, levels=levels, churn=self.churn)
 
     @classmethod
     def parse(cls, content: object, *, source: str = "") -> Self:
@@ -217,7 +231,7 @@ class Cluster(_Frozen):
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as YAML that loads to an equal value; the file appears whole or not at all."""
-        content = {"schema": SCHEMA, **self.model_dump(mode="json")}
+        content = {"schema": SCHEMA, **self.model_dump(mode="json", exclude={"churn"} if self.churn is None else None)}
         write_text_atomically(Path(path), yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -270,7 +284,12 @@ def _explain(detail: ErrorDetails, source: str) -> InputError:
         case "missing":
             return InputError(f"{source}{place} is missing.", _WRITE_ONE)
         case "extra_forbidden":
-            known: dict[str | int, type[BaseModel]] = {"device": Device, "efficiency": Efficiency, "levels": Level}
+            known: dict[str | int, type[BaseModel]] = {
+                "device": Device,
+                "efficiency": Efficiency,
+                "levels": Level,
+                "churn": Comings,
+            }
             owner = next((known[step] for step in reversed(detail["loc"][:-1]) if step in known), Cluster)
             wrong = str(detail["loc"][-1])
             return InputError(f"{source}{place} is not a field of a cluster.", suggestion(wrong, owner.model_fields))

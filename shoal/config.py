@@ -710,11 +710,32 @@ class SimulateConfig(NetworkConfig):
     jitter: float = Field(default=0.0, ge=0)
     """Spread of the time of each task that computes, as a part of it."""
     seed: int = Field(default=0, ge=0)
-    """Of the jitter."""
+    """Of the jitter, and of all else that is drawn."""
+    replicas: int | None = Field(default=None, gt=0)
+    """Instead of a plan: so many replicas of one device each, with an exchange between them."""
+    exchange: str = "allreduce"
+    """How these keep together."""
+    exchange_options: Options = Field(default_factory=dict)
+    """Settings of the exchange, such as n_sync=4."""
+    churn: str | None = None
+    """How long replicas live and are away, as lifetime=7200,away=1800 seconds, or none; the cluster's unless given."""
+    step_seconds: float | None = Field(default=None, gt=0)
+    """Of a replica's step; from the cluster's data sheet unless given."""
+    server_bandwidth: str | None = None
+    """Of each server's link, such as 1Gbit/s; as all hosts' unless given."""
+    train: bool = False
+    """Compute real gradients in simulated order, and test: how accurate after how many simulated seconds."""
+    data: str | None = None
+    """With train: what to train on."""
+    lr: float = Field(default=0.05, gt=0)
+    """With train: the learning rate of one worker."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """With train: the momentum of one worker."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no field can see alone."""
+        self._check_replicas()
         _check_one_source(self.cluster, self.timings)
         if self.cluster is None and self.timings is None:
             raise ConfigError(
@@ -722,6 +743,21 @@ class SimulateConfig(NetworkConfig):
             )
         _ = self.slow_ranks
         return self
+
+    def _check_replicas(self) -> None:
+        """Which options are for replicas alone, and which are not for them."""
+        if self.replicas is None:
+            for name in ("exchange", "exchange_options", "churn", "step_seconds", "server_bandwidth", "train", "data"):
+                if self.tells(name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} is for several replicas.", "Give --replicas too, and no plan."
+                    )
+            return
+        for name in ("what_if", "workers", "timings"):
+            if self.tells(name):
+                raise ConfigError(f"--{name.replace('_', '-')} is not for replicas.", "Leave it out, or --replicas.")
+        if self.data is not None and not self.train:
+            raise ConfigError(f"--data {self.data} is read where gradients are computed.", "Give --train too.")
 
     @property
     def slow_ranks(self) -> dict[int, float]:

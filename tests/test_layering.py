@@ -61,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"exchanging", "tracing"},
     "replicas": NOUNS
     | {"tracing", "data", "launching", "planning", "transport", "execution", "exchanging", "training"},
+    "swarm": NOUNS | {"simulating", "transport", "exchanging", "replicas"},
     "running": NOUNS | {"data", "launching", "planning", "training", "replicas"},
     "comparing": NOUNS | {"data", "launching", "planning", "transport", "training", "replicas", "running", "reporting"},
     "integrations": {"errors", "execution", "finding"},
@@ -73,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": NOUNS
     | {"zoo", "data", "launching", "simulating", "planning", "transport", "execution", "profiling", "finding"}
     | {"training", "replicas", "running", "comparing", "verifying", "using", "tracing", "lowering", "reporting"}
-    | {"papers", "repeating"},
+    | {"papers", "repeating", "swarm"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = NOUNS | {"papers"}

@@ -60,7 +60,9 @@ class Options(Compressing):
     def join(self, replica: Replica, seat: Seat, number: int) -> "Allreduce":
         """The ranks that hold the same shards in all replicas make a group."""
         meeting = seat.meeting
-        group = _group(meeting, seat.rank, number) if meeting.replicas > 1 else None
+        group = None
+        if meeting.replicas > 1:
+            group = _group(meeting, seat.rank, number) if seat.world is None else seat.world.group(number)
         return Allreduce(
             replica,
             group,

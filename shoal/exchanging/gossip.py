@@ -25,7 +25,7 @@ compressed is the difference from what both know (`compression/swaps.py`).
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, Self
 
@@ -103,14 +103,26 @@ class Options(Compressing):
         """Each rank talks to the same rank of other replicas."""
         return Gossip(
             replica,
-            Peers(seat, number),
+            peers_of(seat, number),
             random.Random(f"{number}/{seat.rank}"),
             share=first_share(seat, number),
             probability=self.probability,
             period=self.period,
             pairs=self.mode == "pair",
             codec=self.codec,
+            outbox=outbox_of(seat, number),
         )
+
+
+def peers_of(seat: Seat, number: int) -> Peers:
+    """The other replicas, over the network or in a world of its own."""
+    return Peers(seat, number) if seat.world is None else seat.world.peers(number)
+
+
+def outbox_of(seat: Seat, number: int) -> "OutboxMaker":
+    """What sends messages beside the training of replica `number`."""
+    world = seat.world
+    return Outbox if world is None else lambda deliver: world.outbox(number, deliver)
 
 
 def first_share(seat: Seat, number: int) -> float:
@@ -132,6 +144,7 @@ class Gossip(OwnWeights):
         period: int | None = None,
         pairs: bool = False,
         codec: Codec | None = None,
+        outbox: "OutboxMaker | None" = None,
     ) -> None:
         super().__init__(replica)
         self._peers, self._draws = peers, draws
@@ -157,7 +170,7 @@ class Gossip(OwnWeights):
         """Guards `_swaps`. Taken before `_mixing`, where both are."""
         self._swaps: dict[int, Swaps] = {}
         """With compressed pairs: what was said with each other replica."""
-        self._outbox = _Outbox(self._deliver_in_pair if pairs and codec is not None else self._deliver)
+        self._outbox = (outbox or Outbox)(self._deliver_in_pair if pairs and codec is not None else self._deliver)
         self._traffic = (0, 0)
 
     def begin(self, *, first: bool) -> None:
@@ -291,7 +304,7 @@ class Gossip(OwnWeights):
         """A copy of the weights with what arrived mixed in."""
         assert self._packer is not None
         with self._mixing:
-            own, _ = self._weights_now()
+            own, _ = self.weights_now()
         return self._packer.flats(own)
 
     def _put_change_in_inbox(self, flats: Sequence[Tensor]) -> None:
@@ -352,7 +365,7 @@ class Gossip(OwnWeights):
             self.flush()
             with self._mixing:
                 self._keep()
-                own, own_share = self._weights_now()
+                own, own_share = self.weights_now()
             mean, total = [torch.zeros_like(weight) for weight in own], 0.0
             for number in sorted([self._peers.replica, *self._peers.there()]) if own else ():
                 with suppress(LinkError), self._arrivals.room() as arrived:
@@ -432,7 +445,7 @@ class Gossip(OwnWeights):
                 with self._arrivals.room() as arrived:
                     link.receive_into(arrived)
                     with self._mixing:
-                        own, _ = self._weights_now()
+                        own, _ = self.weights_now()
                     link.send({}, own)
                     with self._peers.confirmed(link), self._mixing:
                         for change, theirs, mine in zip(self._inbox, arrived, own, strict=True):
@@ -441,11 +454,11 @@ class Gossip(OwnWeights):
             case "show":
                 self._outbox.wait(self._peers.heartbeat / 2)  # whoever asks waits for a whole one
                 with self._mixing:
-                    own, share = self._weights_now()
+                    own, share = self.weights_now()
                 link.send({"share": share}, own)
             case "split":
                 with self._mixing:
-                    own, share = self._weights_now()
+                    own, share = self.weights_now()
                     if not self._pairs:
                         self.share /= 2
                         self._inbox_share /= 2
@@ -491,7 +504,7 @@ class Gossip(OwnWeights):
             raise fields.refused("compressed weights came where whole ones were agreed on.")
         return self._packer
 
-    def _weights_now(self) -> tuple[list[Tensor], float]:
+    def weights_now(self) -> tuple[list[Tensor], float]:
         """A copy of the weights with the inbox mixed in, and its share. Neither the weights nor the inbox change."""
         own = on_host([weight.clone() for weight in self._kept or self.replica.weights])
         if self._pairs:
@@ -547,7 +560,7 @@ class _Arrivals:
             self._free.release()
 
 
-class _Outbox:
+class Outbox:
     """Sends one message at a time, in a thread of its own, so that training goes on."""
 
     def __init__(self, deliver: Any) -> None:
@@ -597,3 +610,7 @@ class _Outbox:
             with self._changed:
                 self._message = None
                 self._changed.notify_all()
+
+
+OutboxMaker = Callable[[Callable[..., None]], Outbox]
+"""Makes an outbox of what delivers a message."""

@@ -33,8 +33,7 @@ from shoal.exchanges import Holding
 from shoal.exchanging.backup import Ask, Backup
 from shoal.exchanging.base import Exchange, OwnWeights
 from shoal.exchanging.compression.options import Compressing
-from shoal.exchanging.gossip import Gossip, first_share
-from shoal.exchanging.membership.peers import Peers
+from shoal.exchanging.gossip import Gossip, first_share, outbox_of, peers_of
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.servers.reach import reach_shards
@@ -89,7 +88,13 @@ class Options(Compressing):
     def join(self, replica: Replica, seat: Seat, number: int) -> Exchange:
         """Averaging once is gossip that never speaks."""
         if self.average == "once":
-            return Gossip(replica, Peers(seat, number), random.Random(number), share=first_share(seat, number))
+            return Gossip(
+                replica,
+                peers_of(seat, number),
+                random.Random(number),
+                share=first_share(seat, number),
+                outbox=outbox_of(seat, number),
+            )
         terms = {
             "rule": "outer" if self.compress == "none" else "outer_change",
             "momentum": self.outer_momentum,

@@ -26,6 +26,10 @@ class Agenda:
             self.now = max(self.now, when)
             what(self.now)
 
+    def end(self) -> None:
+        """Forget all that was to happen."""
+        self._events.clear()
+
 
 class Link:
     """One direction of a link. n flows at a time take n times as long each.
@@ -41,12 +45,30 @@ class Link:
         self._active = 0
         self._version = 0
 
-    def carry(self, seconds: float, flows: int, done: Callback) -> None:
-        """Begin `flows` equal flows that would take `seconds` each, alone; `done` is told when they are through."""
+    def carry(self, seconds: float, flows: int, done: Callback) -> int:
+        """Begin `flows` equal flows that would take `seconds` each, alone; `done` is told when they are through.
+
+        Returns their number on this link, by which `drop` takes them off it.
+        """
         self._advance()
-        heapq.heappush(self._flows, (self._clock + seconds, next(self._ties), flows, done))
+        number = next(self._ties)
+        heapq.heappush(self._flows, (self._clock + seconds, number, flows, done))
         self._active += flows
         self._expect()
+        return number
+
+    def drop(self, number: int) -> None:
+        """Take flows off the link, which the others then share; `done` is not told. Nothing, where they are through.
+
+        Costs a pass over what is on the link.
+        """
+        self._advance()
+        kept = [flow for flow in self._flows if flow[1] != number]
+        if len(kept) < len(self._flows):
+            self._active -= sum(flow[2] for flow in self._flows) - sum(flow[2] for flow in kept)
+            heapq.heapify(kept)
+            self._flows = kept
+            self._expect()
 
     def _advance(self) -> None:
         if self._active:
@@ -84,8 +106,12 @@ class Links:
         self._agenda = agenda
         self._links: dict[Hashable, Link] = {}
 
-    def carry(self, name: Hashable, seconds: float, flows: int, done: Callback) -> None:
+    def carry(self, name: Hashable, seconds: float, flows: int, done: Callback) -> int:
         """As `Link.carry` on the link of this name."""
         if name not in self._links:
             self._links[name] = Link(self._agenda)
-        self._links[name].carry(seconds, flows, done)
+        return self._links[name].carry(seconds, flows, done)
+
+    def drop(self, name: Hashable, number: int) -> None:
+        """As `Link.drop` on the link of this name."""
+        self._links[name].drop(number)

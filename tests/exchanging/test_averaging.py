@@ -57,7 +57,7 @@ def drained(pair: list[Side]) -> None:
 def share_of(side: Side) -> float:
     """With what arrived and is not mixed in yet."""
     assert isinstance(side.exchange, Gossip)
-    return side.exchange._weights_now()[1]
+    return side.exchange.weights_now()[1]
 
 
 @pytest.mark.parametrize(("name", "servers", "options"), KEEPS_OWN)
@@ -233,7 +233,7 @@ class Wire:
         """All shares, and the sum of weights by shares, wherever they are."""
         shares, values = 0.0, 0.0
         for side in self.living():
-            own, share = side._weights_now()
+            own, share = side.weights_now()
             shares, values = shares + share, values + share * float(own[0].mean())
         for _, _, weights, share in self.under_way:
             shares, values = shares + share, values + share * float(weights[0].mean())
@@ -277,7 +277,7 @@ def test_shares_sum_to_one_and_their_mean_moves_by_gradients_only(data: st.DataO
                 if receiver not in wire.dead or sender not in wire.dead:
                     wire.deliver(which)
             elif what == "die" and len(alive) > 1:
-                own, share = wire.sides[number]._weights_now()
+                own, share = wire.sides[number].weights_now()
                 expected -= share * float(own[0].mean())
                 lost += share
                 wire.dead.add(number)

@@ -431,7 +431,7 @@ def test_a_lost_push_comes_back_whole() -> None:
         first.exchange.flush()
         assert first.exchange.tally.dropped == 1
         assert (first.weights() - (begun - 0.1)).abs().max() > 1e-6, "nothing was left out"
-        own, share = first.exchange._weights_now()  # type: ignore[attr-defined]
+        own, share = first.exchange.weights_now()  # type: ignore[attr-defined]
         torch.testing.assert_close(torch.cat(own), begun - 0.1, rtol=0, atol=1e-14)
         assert share == 0.25
 

@@ -34,7 +34,7 @@ def gossip(side: Side) -> Gossip:
 
 def mean(pair: list[Side]) -> Tensor:
     """By shares, of weights with what arrived mixed in."""
-    parts = [gossip(side)._weights_now() for side in pair]
+    parts = [gossip(side).weights_now() for side in pair]
     flats = [share * torch.cat([w.reshape(-1) for w in weights]) for weights, share in parts]
     return torch.stack(flats).sum(0) / sum(share for _, share in parts)
 

@@ -34,7 +34,7 @@ def toy(*sizes: int) -> Cluster:
 
 def test_the_presets_are_those_of_the_issue() -> None:
     hosts_of_papers = {"p100-4x4": 16, "titan-4": 4, "k20-8": 8, "k80-minotauro-16x4": 64}
-    others = {"ethernet-1g": 16, "ethernet-10g": 16, "h100-8x32": 256}
+    others = {"ethernet-1g": 16, "ethernet-10g": 16, "h100-8x32": 256, "internet": 64}
     assert {name: Cluster.load(name).ranks for name in presets()} == hosts_of_papers | others
 
 

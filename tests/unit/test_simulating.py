@@ -120,7 +120,11 @@ def test_two_flows_take_half_of_a_link_each() -> None:
     ends: list[float] = []
     links = Links(agenda)
     links.carry("link", 1.0, 1, ends.append)
-    agenda.note(0.5, lambda _: links.carry("link", 1.0, 1, ends.append))
+
+    def another(_: float) -> None:
+        links.carry("link", 1.0, 1, ends.append)
+
+    agenda.note(0.5, another)
     links.carry("another", 0.25, 1, ends.append)
     agenda.run()
     assert ends == pytest.approx([0.25, 1.5, 2.0])

@@ -9,12 +9,16 @@ from shoal.errors import RunError
 from shoal.exchanging.membership.coordinator import FAILED
 from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.pulse import Pulse
+from shoal.exchanging.membership.world import World
 from shoal.transport import Transport
 from shoal.transport.links import JSON, Address, Frame, Link, LinkError, LinkLost, connect
 
 
 class Seat:
     """This rank's place in a run: its pulse, and for the first rank of a replica the link to ask on."""
+
+    world: World | None = None
+    """Through which this rank reaches the others, where that is not the network."""
 
     def __init__(
         self, meeting: Meeting, *, rank: int, replica: int | None, pids: Sequence[int], heartbeat: float

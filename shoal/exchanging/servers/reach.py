@@ -30,6 +30,8 @@ def reach_shards(
 
     `number`: this replica's; `terms`: fields of `Terms`, what shards do; `shards`: how many, in shared memory.
     """
+    if seat.world is not None:
+        return seat.world.shards(replica, number, terms)
     kinds = {name: weight.dtype for name, weight in zip(replica.names, replica.weights, strict=True)}
     folder, timeout = seat.meeting.shared, seat.meeting.timeout
     if folder is not None:

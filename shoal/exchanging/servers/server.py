@@ -256,18 +256,22 @@ class Server:
         return held
 
     def _gathering(self, shard: Shard, terms: Terms) -> Gathering | None:
-        """What makes pushes wait for each other, if they do."""
-        gathering: Gathering
-        if terms.rule == CONSENSUS:
-            gathering = Consensus(shard, least=max(1, terms.wanted), delay=terms.delay)
-        elif terms.wanted or terms.by_tickets:
-            gathering = Rounds(shard, None if terms.by_tickets else terms.wanted)
-        else:
-            return None
-        gathering.made_by(self._makers)
-        if self._members is not None:
-            gathering.members(*self._members)
+        """What makes pushes wait for each other, if they do; told who takes part."""
+        gathering = gathering_of(shard, terms)
+        if gathering is not None:
+            gathering.made_by(self._makers)
+            if self._members is not None:
+                gathering.members(*self._members)
         return gathering
+
+
+def gathering_of(shard: Shard, terms: Terms) -> Gathering | None:
+    """What makes pushes to a shard wait for each other by its terms, if they do."""
+    if terms.rule == CONSENSUS:
+        return Consensus(shard, least=max(1, terms.wanted), delay=terms.delay)
+    if terms.wanted or terms.by_tickets:
+        return Rounds(shard, None if terms.by_tickets else terms.wanted)
+    return None
 
 
 def _wait_on() -> None:
