@@ -99,7 +99,7 @@ def run(case: Case, every: int, *, saving: bool) -> Turn:
     steps = every * (case.saves + 2) - 1  # the last period lasts until the last checkpoint is written beside it
     samples = steps * case.settings["batch"]
     period = Period(every, "steps") if saving else Period(1, "epochs")
-    Saver.save, Saver._write = timed, timed_write  # type: ignore[method-assign]
+    Saver.save, Saver._write = timed, timed_write  # type: ignore[method-assign, assignment]
     try:
         with tempfile.TemporaryDirectory(prefix="shoal-saving-") as folder:
             out = Path(folder) / "run"
