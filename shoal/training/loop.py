@@ -198,6 +198,8 @@ class Run:
                 if diary is not None:
                     diary.note_step(int(before * 1e9), int(now * 1e9))
                 before = now
+                if progress.steps == self._first_step + 1:
+                    self._saver.prepare()
                 if self._goes_on:
                     self._goes_on = False
                     self.folder.note_step_after_restart()

@@ -18,6 +18,7 @@ from shoal.training.checkpoints.job_state import take_snapshot
 from shoal.training.checkpoints.progress import Progress
 from shoal.training.checkpoints.restoring import restore
 from shoal.training.checkpoints.saving import Saver
+from shoal.training.checkpoints.tensor_files import Part
 from shoal.training.job import Job, equipped, prepare
 from shoal.training.step import autocast, train_step
 from shoal.transport import Transport
@@ -81,7 +82,10 @@ def state_of(job: Job) -> dict[str, Tensor]:
 
 def put_together(job: Job) -> dict[str, dict[str, Tensor]]:
     """What a checkpoint of a job holds, by kind, whole, on all ranks."""
-    own = take_snapshot(job).tensors
+    own = {
+        kind: {name: Part(part.tensor.clone(), part.place) for name, part in parts.items()}  # sent without the others
+        for kind, parts in take_snapshot(job).tensors.items()
+    }
     found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "average": {}}
     for kinds in Transport().gather_objects(own) if job.network.ranks > 1 else [own]:
         for kind, parts in kinds.items():

@@ -1,5 +1,7 @@
 """Checkpoints on the disk: parts that come together in any box, folders that are whole or absent, what is refused."""
 
+import errno
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -8,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError, MessageError, PeerError
@@ -16,14 +21,18 @@ from shoal.files import remove_drafts
 from shoal.partition import cut
 from shoal.replicas.bundle import packed, unpacked
 from shoal.training.checkpoints.carry_over import Done, check_settings, renumbered, samples_per_number, settings_saved
+from shoal.training.checkpoints.disk_file import DiskFile
 from shoal.training.checkpoints.folder import Checkpoint, CheckpointFolder, Draft
+from shoal.training.checkpoints.staging import Staging, fresh_memory, room_for
 from shoal.training.checkpoints.tensor_files import (
+    PageSums,
     Part,
     Place,
     SavedTensors,
     blocks_of,
     bytes_of,
     seal_of,
+    view_of,
     write_blocks,
 )
 from shoal.units import Period
@@ -41,7 +50,8 @@ def test_every_box_comes_together_from_every_cut(tmp_path: Path) -> None:
         paths = []
         for number, part in enumerate(in_parts(rows, columns)):
             path = tmp_path / f"{rows}-{columns}-{number}.safetensors"
-            assert write_blocks(path, blocks_of({"w": part})) == seal_of(path)
+            seal = write_blocks(path, blocks_of({"w": part}))
+            assert seal == seal_of(path, seal.kind)
             paths.append(path)
         saved = SavedTensors(paths)
         assert saved.shape("w") == (7, 6)
@@ -53,15 +63,20 @@ def test_every_box_comes_together_from_every_cut(tmp_path: Path) -> None:
                 SavedTensors(paths[1:]).read("w")
 
 
-def test_files_are_safetensors_of_every_type(tmp_path: Path) -> None:
-    tensors = {
+def of_every_type() -> dict[str, Tensor]:
+    return {
         "count": torch.tensor(3),
         "empty": torch.zeros(0, 4),
         "flags": torch.tensor([True, False, True]),
         "half": torch.randn(3).bfloat16(),
         "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "bytes": torch.arange(5, dtype=torch.uint8),
+        "pages": torch.randn(3, 5000),
     }
+
+
+def test_files_are_safetensors_of_every_type(tmp_path: Path) -> None:
+    tensors = of_every_type()
     path = tmp_path / "t.safetensors"
     path.write_bytes(bytes_of({name: Part.of(tensor) for name, tensor in tensors.items()}))
     by_package, by_us = load_file(path), SavedTensors([path])
@@ -70,6 +85,88 @@ def test_files_are_safetensors_of_every_type(tmp_path: Path) -> None:
         assert torch.equal(by_us.read(name), tensor)
     with pytest.raises(CheckpointError, match=r"'z' is of type torch\.complex64"):
         bytes_of({"z": Part.of(torch.zeros(2, dtype=torch.complex64))})
+
+
+def test_copies_go_into_the_same_memory_and_to_the_disk_as_they_are(tmp_path: Path) -> None:
+    """Also where the second needs more memory, or less."""
+    staging, path = Staging(), tmp_path / "t.safetensors"
+    addresses = []
+    for round_ in range(4):
+        kinds = {
+            kind: {name: Part.of(tensor + 0) for name, tensor in of_every_type().items()}
+            for kind in ("model", "optimizer", "average")[: (1, 3, 3, 2)[round_]]
+        }
+        if round_ == 1:
+            staging.make_room(room_for(kinds))
+        copies = staging.take(kinds)
+        addresses.append(copies["model"]["count"].tensor.data_ptr())
+        for kind, parts in kinds.items():
+            live = {name: part.tensor.clone() for name, part in parts.items()}
+            for part in parts.values():
+                part.tensor.zero_()  # training goes on
+            seal = write_blocks(path, blocks_of(copies[kind]))
+            assert (seal, path.stat().st_size) == (seal_of(path, seal.kind), seal.bytes)
+            for name, tensor in load_file(path).items():
+                assert torch.equal(tensor, live.pop(name))
+            assert not live
+    assert addresses[1] == addresses[2] == addresses[3]
+
+
+@pytest.mark.parametrize("where", ["a disk", "a file system without a direct way"])
+@pytest.mark.parametrize("lengths", [(8192, 4096), (4096, 100, 4096), (5000, 4096), (3,), (), (12288 + 7,)])
+def test_files_hold_what_was_written_directly_or_not(
+    where: str, lengths: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[bool] = []
+    turn = DiskFile._turn
+
+    def turned(self: DiskFile, *, direct: bool) -> None:
+        if direct and where != "a disk":
+            raise OSError(errno.EINVAL, "no such way")
+        turn(self, direct=direct)
+        ways.append(direct)
+
+    monkeypatch.setattr(DiskFile, "_turn", turned)
+    memory = fresh_memory(sum(lengths) + 4096).random_(0, 256)
+    view, begin = view_of(memory), 0
+    with DiskFile(tmp_path / "file") as file:
+        for length in lengths:
+            file.write(view[begin : begin + length])
+            begin += length
+    assert file.size == begin
+    assert (tmp_path / "file").read_bytes() == bytes(view[:begin])
+    if where != "a disk":
+        assert not any(ways)
+
+
+@given(st.binary(max_size=3 * 4096 + 50), st.data())
+def test_page_sums_depend_on_the_bytes_alone_and_find_what_changed(content: bytes, data: st.DataObject) -> None:
+    """However they come; a changed byte, and two different pages that change places, are found."""
+    at_once, in_pieces = PageSums(), PageSums()
+    at_once.update(content)
+    left = content
+    while left:
+        length = data.draw(st.integers(1, len(left)))
+        in_pieces.update(left[:length])
+        left = left[length:]
+    assert at_once.hexdigest() == in_pieces.hexdigest()
+    words = [int.from_bytes(content[place : place + 8], "little") for place in range(0, len(content), 8)]
+    sums = [sum(words[place : place + 512]) % 2**64 for place in range(0, len(words), 512)]
+    expected = hashlib.sha256(b"".join(value.to_bytes(8, "little") for value in sums)).hexdigest()
+    assert at_once.hexdigest() == expected
+    if content:
+        changed, place = bytearray(content), data.draw(st.integers(0, len(content) - 1))
+        changed[place] ^= data.draw(st.integers(1, 255))
+        assert digest(bytes(changed)) != expected
+    first, second, rest = content[:4096], content[4096:8192], content[8192:]
+    if len(second) == 4096 and sums[0] != sums[1]:
+        assert digest(second + first + rest) != expected
+
+
+def digest(content: bytes) -> str:
+    sums = PageSums()
+    sums.update(content)
+    return sums.hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +204,7 @@ def flip(checkpoint: Checkpoint) -> str:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    return "model.safetensors has another SHA-256 than manifest.json says"
+    return "model.safetensors has another checksum than manifest.json says"
 
 
 def shorten(checkpoint: Checkpoint) -> str:
@@ -129,13 +226,30 @@ def without_manifest(checkpoint: Checkpoint) -> str:
 
 def of_another_version(checkpoint: Checkpoint) -> str:
     (checkpoint.path / "manifest.json").write_text(json.dumps({"schema": "shoal.checkpoint/9", "files": {}}))
-    return "it was written by another version: its schema is 'shoal.checkpoint/9', not 'shoal.checkpoint/5'"
+    return "it was written by another version: its schema is 'shoal.checkpoint/9', not 'shoal.checkpoint/6'"
 
 
 def of_files_elsewhere(checkpoint: Checkpoint) -> str:
     manifest = {"schema": "shoal.checkpoint/5", "files": {"../x": {"bytes": 1, "sha256": ""}}}
     (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
     return "manifest.json names files elsewhere"
+
+
+def test_checkpoints_of_the_version_before_are_read_and_checked(tmp_path: Path) -> None:
+    """Their manifests had the SHA-256 of every file."""
+    checkpoint = make(CheckpointFolder(tmp_path / "checkpoints"), 5)
+    files = {
+        name: {
+            "bytes": (checkpoint.path / name).stat().st_size,
+            "sha256": hashlib.sha256((checkpoint.path / name).read_bytes()).hexdigest(),
+        }
+        for name in checkpoint.files()
+    }
+    manifest = {"schema": "shoal.checkpoint/5", "steps": 5, "files": files}
+    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damage() is None
+    assert torch.equal(checkpoint.tensors("model").read("w"), WHOLE)
+    assert flip(checkpoint) == checkpoint.damage()
 
 
 @pytest.mark.parametrize("damage", [flip, shorten, remove, without_manifest, of_another_version, of_files_elsewhere])

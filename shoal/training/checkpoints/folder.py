@@ -7,7 +7,7 @@
         replica-1.safetensors      what replica 1 has of its own, where an exchange keeps such
         rank-0.json                what is of one rank alone: its random state, its share of the losses
         state.json                 progress, settings, plan, versions: whatever is no tensor
-        manifest.json              size and SHA-256 of every file above; written last
+        manifest.json              size and checksum of every file above; written last
 
 What rank R > 0 holds of a cut network is in files of its own: `model-rank1.safetensors`, ... (`tensor_files.py`).
 
@@ -22,15 +22,23 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError, PeerError
 from shoal.files import sync_folder, write_text_atomically
-from shoal.training.checkpoints.tensor_files import Parts, SavedTensors, Seal, blocks_of, seal_of, write_blocks
+from shoal.training.checkpoints.tensor_files import (
+    CHECKSUMS,
+    Parts,
+    SavedTensors,
+    Seal,
+    blocks_of,
+    seal_of,
+    write_blocks,
+)
 
-SCHEMA = "shoal.checkpoint/5"
+SCHEMA, _SCHEMA_OF_SHA256 = "shoal.checkpoint/6", "shoal.checkpoint/5"
 MANIFEST, STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _LOOK_SECONDS = 0.01
@@ -76,8 +84,8 @@ class Checkpoint:
                     return f"{name} is missing"
                 if (self.path / name).stat().st_size != seal.bytes:
                     return f"{name} is not of {seal.bytes} bytes"
-                if seal_of(self.path / name) != seal:
-                    return f"{name} has another SHA-256 than {MANIFEST} says"
+                if seal_of(self.path / name, seal.kind) != seal:
+                    return f"{name} has another checksum than {MANIFEST} says"
         except CheckpointError as error:
             return error.problem.rstrip(".")
         except OSError as error:
@@ -116,18 +124,24 @@ class Checkpoint:
 
     def _seals(self) -> dict[str, Seal]:
         manifest = self.json(MANIFEST)
-        if manifest.get("schema") != SCHEMA:
+        if manifest.get("schema") not in (SCHEMA, _SCHEMA_OF_SHA256):
             raise CheckpointError(
                 f"it was written by another version: its schema is {manifest.get('schema')!r}, not {SCHEMA!r}.",
                 "Go on with the version that wrote it.",
             )
         try:
-            seals = {name: Seal(**seal) for name, seal in manifest["files"].items()}
-        except (KeyError, TypeError, AttributeError):
+            seals = {name: _seal(said) for name, said in manifest["files"].items()}
+        except (KeyError, TypeError, AttributeError, ValueError):
             raise CheckpointError(f"{MANIFEST} lists no files.", "Go on from another checkpoint.") from None
         if any(Path(name).name != name for name in seals):
             raise CheckpointError(f"{MANIFEST} names files elsewhere.", "Go on from another checkpoint.")
         return seals
+
+
+def _seal(said: dict[str, Any]) -> Seal:
+    """As a manifest says it: the size, and a checksum under the name of its kind."""
+    (kind,) = said.keys() & CHECKSUMS
+    return Seal(said["bytes"], kind, said[kind])
 
 
 class CheckpointFolder:
@@ -209,8 +223,7 @@ class Draft:
 
     def hand_over(self, rank: int) -> None:
         """This rank has written all its files: tell whoever commits, by a file."""
-        seals = {name: asdict(seal) for name, seal in self._seals.items()}
-        write_text_atomically(self._said_by(rank), json.dumps(seals))
+        write_text_atomically(self._said_by(rank), json.dumps(self._said()))
 
     def take_over(self, ranks: Iterable[int], timeout: float, over: Callable[[], bool] = lambda: False) -> None:
         """Wait for the files of other ranks. `over`: whether nobody wants the checkpoint any more.
@@ -222,7 +235,7 @@ class Draft:
             for rank in sorted(waiting):
                 if self._said_by(rank).exists():
                     said = json.loads(self._said_by(rank).read_text(encoding="utf-8"))
-                    self._seals |= {name: Seal(**seal) for name, seal in said.items()}
+                    self._seals |= {name: _seal(seal) for name, seal in said.items()}
                     self._said_by(rank).unlink()
                     waiting.remove(rank)
             if (now := self._bytes()) != written:
@@ -244,13 +257,16 @@ class Draft:
                 total += path.stat().st_size
         return total
 
+    def _said(self) -> dict[str, dict[str, Any]]:
+        """The seals by file, as a manifest says them."""
+        return {name: {"bytes": seal.bytes, seal.kind: seal.checksum} for name, seal in sorted(self._seals.items())}
+
     def _said_by(self, rank: int) -> Path:
         return self.path / f"written-{rank}.json"
 
     def commit(self, steps: int) -> Checkpoint:
         """Give it its name, under which it is whole."""
-        seals = {name: asdict(seal) for name, seal in sorted(self._seals.items())}
-        manifest = {"schema": SCHEMA, "steps": steps, "files": seals}
+        manifest = {"schema": SCHEMA, "steps": steps, "files": self._said()}
         write_blocks(self.path / MANIFEST, [json.dumps(manifest, indent=1).encode()])
         sync_folder(self.path)
         path = self._folder.free_path(steps)

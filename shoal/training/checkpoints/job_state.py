@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.training.checkpoints.folder import Checkpoint, Draft, file_of_rank
+from shoal.training.checkpoints.staging import Staging, room_for
 from shoal.training.checkpoints.tensor_files import Part, Parts, SavedTensors
 from shoal.training.job import Job
 from shoal.training.network import Held
@@ -30,34 +31,46 @@ class Snapshot:
     """Texts and numbers that are equal on all ranks."""
 
 
-def take_snapshot(job: Job, *, everything: bool = False) -> Snapshot:
+def take_snapshot(job: Job, staging: Staging | None = None, *, everything: bool = False) -> Snapshot:
     """Copy what this rank saves of network, optimizer and random state. Costs one pass over it, and its memory.
 
+    `staging`: memory for the copy, which the next one into the same overwrites; fresh memory if not given.
     `everything`: also what others would save, for a rank that holds all of it.
     """
-    held = job.network.held()
-    if everything:
-        held = {name: replace(part, saves=True) for name, part in held.items()}
-    averages = {} if job.average is None else job.average.parts
+    kinds, numbers = _live_parts(job, everything=everything)
     with torch._C.DisableTorchFunctionSubclass():  # cut parameters refuse what would see this rank's part alone
-        tensors, numbers = _of_optimizer(job, held)
-        kinds = {
-            "model": {name: _copied(part, part.tensor) for name, part in held.items() if part.saves},
-            "optimizer": tensors,
-            "average": {name: _copied(held[name], tensor) for name, tensor in averages.items() if held[name].saves},
-        }
-        own = job.network.own_tensors(job.optimizer)
-        kinds[f"worker-{job.network.rank}"] = {
-            name: Part.of(tensor.detach().to("cpu", copy=True)) for name, tensor in own.items()
-        }
+        copies = (staging or Staging()).take(kinds)
     return Snapshot(
-        tensors={kind: parts for kind, parts in kinds.items() if parts},
+        tensors=copies,
         own={"random": _as_texts(keep_random_state(job.device)), "optimizer_numbers": numbers},
         common={
             "average_updates": None if job.average is None else job.average.updates,
             "scaler": None if job.scaler is None else job.scaler.state_dict(),
         },
     )
+
+
+def room_for_snapshot(job: Job) -> int:
+    """Bytes of `Staging` that a snapshot of what the job has by now takes."""
+    return room_for(_live_parts(job)[0])
+
+
+def _live_parts(job: Job, *, everything: bool = False) -> tuple[dict[str, Parts], dict[str, dict[str, Any]]]:
+    """What this rank saves, by kind, where training has it; and the numbers that the optimizer remembers."""
+    held = job.network.held()
+    if everything:
+        held = {name: replace(part, saves=True) for name, part in held.items()}
+    averages = {} if job.average is None else job.average.parts
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors, numbers = _of_optimizer(job, held)
+        own = job.network.own_tensors(job.optimizer)
+        kinds: dict[str, Parts] = {
+            "model": {name: _laid_as(part, part.tensor) for name, part in held.items() if part.saves},
+            "optimizer": tensors,
+            "average": {name: _laid_as(held[name], tensor) for name, tensor in averages.items() if held[name].saves},
+            f"worker-{job.network.rank}": {name: Part.of(tensor) for name, tensor in own.items()},
+        }
+    return {kind: parts for kind, parts in kinds.items() if parts}, numbers
 
 
 def write_snapshot(draft: Draft, snapshot: Snapshot, rank: int) -> None:
@@ -94,10 +107,10 @@ def put_in(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job, *, batche
     put_random_state(_from_texts(own["random"]), job.device)
 
 
-def _copied(held: Held, tensor: Tensor) -> Part:
-    """A part laid out as `held` is, on the CPU."""
+def _laid_as(held: Held, tensor: Tensor) -> Part:
+    """A part that lies where `held` does."""
     assert held.place is not None
-    return Part(tensor.detach().to("cpu", copy=True), held.place)
+    return Part(tensor, held.place)
 
 
 def _of_optimizer(job: Job, held: Mapping[str, Held]) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
@@ -122,10 +135,10 @@ def _remembered(job: Job, name: str, held: Held, what: str, value: Tensor) -> Pa
     place = held.place
     assert place is not None
     if place.is_whole or value.ndim == 0:
-        return Part.of(value.detach().to("cpu", copy=True))
+        return Part.of(value)
     if value.shape != held.tensor.shape:
         raise _unknown(job, what, name, f"a tensor of shape {tuple(value.shape)} of a part of it")
-    return _copied(held, value)
+    return _laid_as(held, value)
 
 
 def _unknown(job: Job, what: str, name: str, kind: str) -> CheckpointError:

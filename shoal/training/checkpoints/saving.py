@@ -1,7 +1,7 @@
 """Checkpoints written beside training: a copy is taken between two steps, a thread writes it, one at a time.
 
-Costs     a pass over this rank's state between two steps, and its memory until it is written. Who saves again while the
-          last one is still being written waits for it.
+Costs     a pass over this rank's state between two steps, and the memory of one copy of it as long as the run lasts
+          (`staging.py`). Who saves again while the last one is still being written waits for it.
 Failure   what the thread could not do, as on a full disk, is raised by the next call here.
 """
 
@@ -17,8 +17,9 @@ import torch
 from shoal.result import versions
 from shoal.training.checkpoints.carry_over import settings_saved
 from shoal.training.checkpoints.folder import STATE, CheckpointFolder, Draft
-from shoal.training.checkpoints.job_state import Snapshot, take_snapshot, write_snapshot
+from shoal.training.checkpoints.job_state import Snapshot, room_for_snapshot, take_snapshot, write_snapshot
 from shoal.training.checkpoints.progress import Progress
+from shoal.training.checkpoints.staging import Staging
 from shoal.training.checkpoints.tensor_files import Part
 from shoal.training.job import Job
 
@@ -84,14 +85,20 @@ class Saver:
     ) -> None:
         self._folder, self._job, self._token, self._together, self._writing = folder, job, token, together, writing
         self._beside = Beside()
+        self._staging = Staging()
         self._saves = 0
+
+    def prepare(self) -> None:
+        """Begin to make the memory for copies of the state, which is as large as it will be after a first step."""
+        room = room_for_snapshot(self._job)
+        self._beside.begin(lambda: self._staging.make_room(room))
 
     def save(self, progress: Progress) -> None:
         """Take a copy, and begin to write it. A collective."""
         job = self._job
         losses = job.network.gather(progress.losses.tolist())
         self.finish()
-        snapshot = take_snapshot(job)
+        snapshot = take_snapshot(job, self._staging)  # the last one in it is on the disk
         if job.network.rank and not self._together:
             return
         content = content_of_state(job, progress, losses, snapshot)
