@@ -25,6 +25,7 @@ from shoal.machine import threads_each
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel
+from shoal.planning.fewer import find_on_some
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
@@ -74,12 +75,19 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     pins = parse_pins(config.pins)
     speeds = load_speeds(config.cluster, config.timings, asked)
     captured = capture(config)
-    ranks = speeds.cluster.ranks
-    check_pins(pins, captured.graphs[True], ranks)
-    model = cost_model(captured, speeds, ranks, batch_norm=config.batch_norm)
-    memory = config.memory or (speeds.cluster.device.memory if isinstance(speeds, Analytic) else None)
-    search = find(model, pins=pins, memory=memory)
-    return captured, _report(model, search.plan, search, memory, pins)
+    cluster = speeds.cluster
+    check_pins(pins, captured.graphs[True], cluster.ranks)
+
+    def on(ranks: int) -> CostModel:
+        some = Analytic(cluster.first(ranks)) if isinstance(speeds, Analytic) else speeds
+        return cost_model(captured, some, ranks, batch_norm=config.batch_norm)
+
+    memory = config.memory or (cluster.device.memory if isinstance(speeds, Analytic) else None)
+    if asked is None and isinstance(speeds, Analytic):
+        search = find_on_some(on, cluster.ranks, pins=pins, memory=memory)
+    else:
+        search = find(on(cluster.ranks), pins=pins, memory=memory)
+    return captured, _report(on(search.plan.ranks), search.plan, search, memory, pins)
 
 
 def measured(config: PlanConfig, progress: OnMeasured) -> tuple[Captured, Report]:

@@ -180,6 +180,9 @@ def show_totals(console: Console, price: Price, search: SearchResult | None = No
         table.add_row("lower bound", f"{_time(search.bound)}: no plan over these cuts is faster, by this cost model")
     table.add_row("sent per step", f"{show_bytes(price.bytes)}, by {price.ranks} ranks together")
     table.add_row("peak per rank", ", ".join(_some([show_bytes(memory.total) for memory in price.memory])))
+    if search is not None and search.offered is not None:
+        rest = "; more make no step shorter" if price.ranks < search.offered else ""
+        table.add_row("ranks", f"{price.ranks} of {search.offered} devices{rest}")
     if search is not None:
         seconds = f"{search.search_seconds:.2g} s, after {search.table_seconds:.2g} s for the tables"
         table.add_row("search", f"{seconds}; {search.stages} stages, {search.choices} cuts")

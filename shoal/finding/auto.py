@@ -18,6 +18,7 @@ from shoal.lowering.boundary import IO, Boundary
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.costs import CostModel, flowing_values
+from shoal.planning.fewer import find_on_some
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
@@ -97,6 +98,8 @@ def find_plan(
 ) -> SearchResult:
     """The best plan for `ranks` devices of a described cluster, from its data sheet: nothing is measured or started.
 
+    Without `ranks` their number is a choice: the plan is for as many of the cluster's as make the step shortest.
+
     `example`, `loss` and `target` are as for `parallelize`.
 
     `memory`: bytes that a rank may hold at most; the device's own unless given.
@@ -106,8 +109,14 @@ def find_plan(
     described = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     described = described.first(ranks or described.ranks)
     captured = capture_modes(model, example, loss, target)
-    priced = cost_model(captured, Analytic(described), described.ranks, io=io, batch_norm=batch_norm)
-    return find(priced, pins=parse_pins(pins), memory=memory or described.device.memory)
+    limit = memory or described.device.memory
+
+    def on(some: int) -> CostModel:
+        return cost_model(captured, Analytic(described.first(some)), some, io=io, batch_norm=batch_norm)
+
+    if ranks is None:
+        return find_on_some(on, described.ranks, pins=parse_pins(pins), memory=limit)
+    return find(on(ranks), pins=parse_pins(pins), memory=limit)
 
 
 def parse_pins(pins: Mapping[str, str | Cut] | None) -> dict[str, Cut]:

@@ -192,6 +192,12 @@ class CostModel:
         costs = tuple(self._stage_cost(stage, flowing) for stage in stages)
         return CostTables(tuple(stages), costs, tuple(self._edges(stages, flowing)), tuple(self._forbidden(stages)))
 
+    def least_seconds(self, stages: Sequence[Stage]) -> float:
+        """No step over these stages takes less: what rank 0 does at least, stage by stage. Costs no pairs."""
+        flowing = self.flowing()
+        least = sum(float(self._stage_cost(stage, flowing).least.min()) for stage in stages)
+        return least + self.speeds.step_overhead
+
     @property
     def per_host(self) -> int | None:
         """Ranks of a host, where there are several hosts."""

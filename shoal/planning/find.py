@@ -53,6 +53,8 @@ class SearchResult:
     search_seconds: float
     stages: int
     choices: int
+    offered: int | None = None
+    """Devices that there were to choose from, where the number of ranks was a choice."""
 
 
 def find(
