@@ -39,7 +39,7 @@ from torch import Tensor
 from shoal.transport.links.sockets import keep_from_children, limit_waiting
 
 SWITCH = "SHOAL_SUMS"
-"""Environment variable: `gloo` lets ranks of one host sum as ranks of several do."""
+"""Environment variable: where it is `memory` on all ranks, those of one host sum through shared memory, else by Gloo."""
 MESSAGE_BYTES = 32 << 10
 """Largest tensor that every rank sends to every other. Two of them fit what a socket holds, so nobody waits to send: a
 rank is never more than one sum ahead of another."""
@@ -341,13 +341,14 @@ def join(gather: Gather, rank: int, size: int, patience: timedelta) -> HostGroup
             sock.close()
         return reason or "another rank could not share memory"
     for sock in sockets.values():
+        sock.settimeout(None)  # Python's own limit would come before the system's
         limit_waiting(sock, patience.total_seconds())
     return HostGroup(rank, {peer: sockets[peer] for peer in sorted(sockets)}, memory)
 
 
 def _off() -> str | None:
-    if os.environ.get(SWITCH, "") == "gloo":
-        return f"{SWITCH}=gloo"
+    if os.environ.get(SWITCH, "") != "memory":
+        return f"{SWITCH}=memory is not set"
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     return None

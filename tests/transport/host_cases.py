@@ -1,4 +1,4 @@
-"""What ranks of one host do in test_one_host.py. Importable, so that spawned processes find it."""
+"""What ranks of one host do in test_one_host.py, in worlds of their own. Importable by spawned processes."""
 
 import errno
 import os
@@ -20,6 +20,20 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 EDGES = [0, 1, 3, MESSAGE_BYTES - 1, MESSAGE_BYTES, MESSAGE_BYTES + 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 9]
 """Sizes in bytes, near which something changes."""
 
+LATER, NOW = "shared gradient", "shared layer"
+"""Purposes of their own: other tests have these ranks too."""
+
+
+def share(transport: Transport) -> None:
+    """Groups of all ranks that sum through shared memory."""
+    ranks = tuple(range(transport.world))
+    os.environ[one_host.SWITCH] = "memory"
+    try:
+        transport.make_groups([(LATER, ranks), (NOW, ranks)])
+    finally:
+        del os.environ[one_host.SWITCH]
+    assert transport._on_host(LATER, ranks) is not None
+
 
 def many_sums(seed: int) -> int:
     """Random sums, several in flight, begun and waited for after random delays; waited for in an order of this rank's.
@@ -28,8 +42,7 @@ def many_sums(seed: int) -> int:
     """
     transport, common, own = Transport(), random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
     ranks = tuple(range(transport.world))
-    transport.make_groups([("gradient", ranks), ("layer", ranks)])
-    assert transport._on_host("gradient", ranks) is not None
+    share(transport)
     right = 0
     for turn in range(25):
         flying = []
@@ -41,10 +54,10 @@ def many_sums(seed: int) -> int:
             wanted = (base * sum(rank + 1 for rank in ranks)).to(kind)
             time.sleep(own.choice([0, 0, 0.001, 0.004]))
             if common.random() < 0.3:
-                transport.sum(tensor, ranks, common.choice(["gradient", "layer"]))
+                transport.sum(tensor, ranks, common.choice([LATER, NOW]))
                 flying.append((None, tensor, wanted))
             else:
-                flying.append((transport.sum_later(tensor, ranks, "gradient", label="x"), tensor, wanted))
+                flying.append((transport.sum_later(tensor, ranks, LATER, label="x"), tensor, wanted))
         own.shuffle(flying)
         for work, tensor, wanted in flying:
             if work is not None:
@@ -58,15 +71,15 @@ def noise(how: str) -> list[bytes]:
     """Sums or maxima of random floats, small and large, as bytes."""
     transport, found = Transport(), []
     ranks = tuple(range(transport.world))
-    transport.make_groups([("layer", ranks)])
+    share(transport)
     torch.manual_seed(transport.rank)
     for kind in KINDS[:3]:
         for size in (5, 1001, 300_007):
             tensor = torch.randn(size).to(kind)
-            getattr(transport, how)(tensor, ranks, "layer")
+            getattr(transport, how)(tensor, ranks, NOW)
             found.append(bytes(tensor.view(torch.uint8).numpy().tobytes()))
     strided = torch.randn(40, 60).t()
-    getattr(transport, how)(strided, ranks, "layer")
+    getattr(transport, how)(strided, ranks, NOW)
     return [*found, strided.contiguous().numpy().tobytes()]
 
 
@@ -82,10 +95,11 @@ def joined(trouble: str) -> str:
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    os.environ[one_host.SWITCH] = "memory"
     before, host = os.posix_fallocate, one_host._host
     try:
         if trouble == "off" and rank == 1:
-            os.environ[one_host.SWITCH] = "gloo"
+            del os.environ[one_host.SWITCH]
         if trouble == "full" and rank == 0:
             os.posix_fallocate = no_room
         if trouble == "hosts":
@@ -103,6 +117,7 @@ def joined(trouble: str) -> str:
 
 def sum_until(folder: str, fault: str, at: int) -> None:
     """Sum; the last rank fails at its `at`-th message of the group. The others leave what they raise."""
+    os.environ[one_host.SWITCH] = "memory"
     here = Path(folder)
     (here / f"rank{dist.get_rank()}").write_text(str(os.getpid()))
     transport = Transport()
