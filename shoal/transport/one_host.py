@@ -39,7 +39,7 @@ from torch import Tensor
 from shoal.transport.links.sockets import keep_from_children, limit_waiting
 
 SWITCH = "SHOAL_SUMS"
-"""Environment variable: where it is `memory` on all ranks, those of one host sum through shared memory, else by Gloo."""
+"""Environment variable: where all ranks have it as `memory`, those of one host sum through shared memory, else Gloo."""
 MESSAGE_BYTES = 32 << 10
 """Largest tensor that every rank sends to every other. Two of them fit what a socket holds, so nobody waits to send: a
 rank is never more than one sum ahead of another."""
