@@ -30,6 +30,7 @@ from shoal.errors import PeerError, RunError, SilentError, network_trouble, of_n
 from shoal.timeline import Kind
 from shoal.traffic import Sent, ring_bytes, total
 from shoal.transport.groups import Backend, Circle, in_order, meet, members_of
+from shoal.transport.one_host import HostGroup, How, Missing, Reduction
 
 BUCKET_LIMITS = (256 << 10, 25 << 20)
 """Smallest and largest bucket of gradients, in bytes."""
@@ -41,6 +42,7 @@ NETWORK_TAGS = (21, 1 << 9)
 """Bits of the tags of one network; and how many networks on the same ranks have tags of their own."""
 EVERYONE = "everyone"
 """The purpose of the group of all ranks: moves, and what ranks tell each other."""
+_GLOO: dict[How, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 ROW = 8
 """Numbers in a header: what is called, and what goes with it."""
 NAME_BYTES = 160
@@ -154,9 +156,14 @@ class Transport:
         self.read_header()
         circle = self._circle()[0]
         try:
-            return circle.group(purpose, ranks)
+            return circle.group(purpose, ranks, sums=purpose != EVERYONE)
         except RuntimeError as error:
             raise self.told(error, ranks, f"connections for {purpose}") from None
+
+    def _on_host(self, purpose: str, ranks: tuple[int, ...]) -> HostGroup | None:
+        """The ranks of such a group where they sum through shared memory. Reads the last header first, as above."""
+        self._group(purpose, ranks)
+        return self._circle()[0].on_host(purpose, ranks)
 
     def _everyone(self) -> Backend:
         return self._group(EVERYONE, tuple(range(self.world)))
@@ -180,12 +187,18 @@ class Transport:
 
     def told(self, error: RuntimeError, ranks: Sequence[int], label: str) -> Exception:
         """A network error that came while this rank waited for `ranks`, as an error of ours; others as they are."""
+        if isinstance(error, Missing):
+            peer = [ranks[error.peer]]
+            return self._silent(peer, label, self._patience()) if error.silent else self._gone(peer, label)
         if not of_network(error):
             return error
         others = [rank for rank in ranks if rank != self.rank]
         if network_trouble(error) == "silent":
-            return self._silent(others, label, None if self._met is None else self._met[0].patience.total_seconds())
+            return self._silent(others, label, self._patience())
         return self._gone(others, label)
+
+    def _patience(self) -> float | None:
+        return None if self._met is None else self._met[0].patience.total_seconds()
 
     def _silent(self, others: Sequence[int], label: str, seconds: float | None) -> SilentError:
         within = "in time" if seconds is None else f"within {seconds:g} seconds"
@@ -279,12 +292,14 @@ class Transport:
         return tuple(self._members[rank] for rank in ranks if rank != self.rank)
 
     def _sum(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
-        if len(ranks) == 2 and tensor.nbytes <= PAIR_BYTES and self._device.type == "cpu":
+        if len(ranks) == 1:
+            return
+        on_host = self._on_host(purpose, ranks)
+        if on_host is None and len(ranks) == 2 and tensor.nbytes <= PAIR_BYTES and self._device.type == "cpu":
             self._sum_pair(tensor, ranks)
             return
-        work = self.sum_later(tensor, ranks, purpose, label=self.label)
-        if work is not None:
-            work.wait()
+        self._count_sum(tensor, ranks, self.label)
+        self._reduce_later(tensor, ranks, purpose, self.label, "sum", background=False).wait()
 
     def _sum_pair(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Two ranks send each other a small tensor, in half of an all-reduce's time. a + b = b + a, also in floats."""
@@ -313,7 +328,7 @@ class Transport:
         if len(ranks) == 1:
             return None
         self._count_sum(tensor, ranks, label)
-        return self._reduce_later(tensor, ranks, purpose, label, dist.ReduceOp.SUM, kind, content)
+        return self._reduce_later(tensor, ranks, purpose, label, "sum", kind, content)
 
     def _reduce_later(
         self,
@@ -321,17 +336,24 @@ class Transport:
         ranks: tuple[int, ...],
         purpose: str,
         label: str,
-        how: dist.ReduceOp.RedOpType,
+        how: How,
         kind: Kind = "sum",
         content: str = "",
+        *,
+        background: bool = True,
     ) -> _Awaited:
-        group, options = self._group(purpose, ranks), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(how)
-        begun = now()
-        try:
-            work = group.allreduce([_real(tensor)], options)
-        except RuntimeError as error:
-            raise self.told(error, ranks, label) from None
+        """Without `background`: the caller waits for it at once."""
+        on_host, begun = self._on_host(purpose, ranks), now()
+        work: Any
+        if on_host is not None:
+            work = on_host.begin(_real(tensor), how, background=background)
+        else:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(_GLOO[how])
+            try:
+                work = self._group(purpose, ranks).allreduce([_real(tensor)], options)
+            except RuntimeError as error:
+                raise self.told(error, ranks, label) from None
         if self.diary is None:
             return _Awaited(work, self, ranks, label)
         return _Awaited(work, self, ranks, label, self._note_reduce(work, tensor, ranks, begun, kind, content or label))
@@ -345,7 +367,8 @@ class Transport:
         underway = Underway(self.diary, kind, label, begun=begun, bytes=size, peers=peers)
         if self._device.type != "cpu":
             return _Noted(self.diary, label, peers, underway)
-        work.get_future().add_done_callback(lambda _: underway.done())
+        told = work if isinstance(work, Reduction) else work.get_future()
+        told.add_done_callback(lambda _: underway.done())
         return _Noted(self.diary, label, peers)
 
     def tell(self, tensor: Tensor, ranks: tuple[int, ...], purpose: str) -> None:
@@ -368,7 +391,7 @@ class Transport:
         """The largest over ranks, in place on each."""
         if len(ranks) > 1:
             self._count_sum(tensor, ranks, self.label)
-            self._reduce_later(tensor, ranks, purpose, self.label, dist.ReduceOp.MAX).wait()
+            self._reduce_later(tensor, ranks, purpose, self.label, "max", background=False).wait()
 
     # What ranks tell each other: control, not counted as payload
 
@@ -493,7 +516,7 @@ class Transport:
             tensor, times = torch.zeros(size, device=self._device), []
             for _ in range(3):
                 start = time.perf_counter()
-                self._reduce_later(tensor, everyone, "measure", "measure", dist.ReduceOp.SUM).wait()
+                self._reduce_later(tensor, everyone, "measure", "measure", "sum").wait()
                 times.append(time.perf_counter() - start)
             seconds.append(min(times))
         latency, per_byte = seconds[0], max(seconds[1] - seconds[0], 1e-9) / (4 << 20)

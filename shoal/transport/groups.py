@@ -10,6 +10,7 @@ Below them: the world of a run that Shoal conducts, groups that need no world, a
 """
 
 import atexit
+import logging
 import os
 import pickle
 import secrets
@@ -26,11 +27,14 @@ import torch.distributed as dist
 
 from shoal.errors import ConfigError, PeerError, of_network, show_ranks
 from shoal.transport.links.door import own_address
+from shoal.transport.one_host import HostGroup, join
 from shoal.transport.strangers import hear_nobody, noted
 from shoal.transport.table import Store
 
 Backend = Any
 """c10d's own: `allreduce`, `allgather`, `broadcast`, `send` and `recv`, each of which gives a work to wait for."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -48,24 +52,46 @@ class Circle:
     networks: int = 0
     """How many transports talk here so far; each takes its number at its first call, which all ranks make."""
     _made: dict[tuple[str, tuple[int, ...]], Backend] = field(default_factory=dict)
+    _on_host: dict[tuple[str, tuple[int, ...]], HostGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _circles.add(self)
 
     def close(self) -> None:
         """Let go of the groups: their threads end, once what is under way is done."""
+        while self._on_host:
+            self._on_host.popitem()[1].close()
         self._made.clear()
 
-    def group(self, purpose: str, ranks: tuple[int, ...]) -> Backend:
+    def on_host(self, purpose: str, ranks: tuple[int, ...]) -> HostGroup | None:
+        """The same ranks as `group`, which was made before, through memory that they share; None where they cannot."""
+        return self._on_host.get((purpose, ranks))
+
+    def group(self, purpose: str, ranks: tuple[int, ...], *, sums: bool) -> Backend:
         """The group of these ranks, this one among them; made once: it has threads and sockets, networks come and go.
 
-        A collective of `ranks`. Whoever makes several must take them in one order on all ranks.
+        A collective of `ranks`. Whoever makes several must take them in one order on all ranks. With `sums` ranks of
+        one host get `on_host` too.
         """
         if (purpose, ranks) not in self._made:
             name = f"{self.name}/{purpose}/{'-'.join(map(str, ranks))}"
             own = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]  # torch exports it by assignment
             self._made[purpose, ranks] = self._connect(own, ranks.index(self.rank), len(ranks))
+            if sums and self.device.type == "cpu":
+                self._share(purpose, ranks)
         return self._made[purpose, ranks]
+
+    def _share(self, purpose: str, ranks: tuple[int, ...]) -> None:
+        def gather(mine: torch.Tensor) -> list[torch.Tensor]:
+            rows = [torch.empty_like(mine) for _ in ranks]
+            self._made[purpose, ranks].allgather([rows], [mine]).wait()
+            return rows
+
+        joined = join(gather, ranks.index(self.rank), len(ranks), self.patience)
+        if isinstance(joined, HostGroup):
+            self._on_host[purpose, ranks] = joined
+        else:
+            _log.info("Sums (%s) of %s go through Gloo: %s.", purpose, show_ranks(ranks), joined)
 
     def _connect(self, store: Any, rank: int, size: int) -> Backend:
         if self.device.type == "cpu":
@@ -149,6 +175,8 @@ def meet(group: dist.ProcessGroup | None, members: tuple[int, ...], device: torc
     """The circle of a group's ranks; new ones agree on their token, a small gather over the group itself."""
     world = dist.group.WORLD
     if _known.world is None or _known.world() is not world:  # the processes were initialised anew
+        for left in _known.circles.values():
+            left.close()
         _known.world, _known.circles = weakref.ref(world), {}
     given = cast(Any, world if group is None else group)
     patience: timedelta = given._get_backend(device).options._timeout
