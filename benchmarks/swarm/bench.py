@@ -70,7 +70,9 @@ def step_times(trace: Trace, replicas: int) -> list[list[float]]:
 def exchange_seconds(result: dict[str, Any]) -> float:
     """Of one push and fetch, in the mean."""
     rows = result["exchanged"]["replicas"].values()
-    return float(sum(row["wait_seconds"] for row in rows)) / max(1, sum(row["updates"] for row in rows))
+    waited: float = sum(row["wait_seconds"] for row in rows)
+    updates: int = sum(row["updates"] for row in rows)
+    return waited / max(1, updates)
 
 
 def distribution(histogram: dict[Any, int]) -> dict[int, float]:

@@ -238,7 +238,7 @@ class HostGroup:
         has fetched chunk k. Counting goes on from sum to sum, so this holds between them too.
         """
         places = self._slots.view(flat.dtype)
-        chunks: tuple[Tensor, ...] = torch.split(flat, places.shape[-1])  # type: ignore[no-untyped-call]
+        chunks: tuple[Tensor, ...] = torch.split(flat, places.shape[-1])
         first, self._turn = self._turn, self._turn + len(chunks)
 
         def shared(chunk: int, owner: int, part: int) -> Tensor:

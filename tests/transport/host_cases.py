@@ -45,7 +45,7 @@ def many_sums(seed: int) -> int:
     share(transport)
     right = 0
     for turn in range(25):
-        flying = []
+        flying: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         for _ in range(common.randrange(1, 5)):
             kind, size = common.choice(KINDS), common.choice([*EDGES, common.randrange(4 * CHUNK_BYTES)])
             shift, largest = common.randrange(5), size // kind.itemsize
