@@ -54,7 +54,7 @@ PAUSE_SECONDS = 0.1
 """Between two tries."""
 MISSED_AT_MOST = 1
 """Meetings in a row that a replica does without, because its last message is still on its way, before it waits for it.
-On crowded cores four of five would be missed else, and replicas drift apart until they learn nothing."""
+On crowded cores most would be missed else, and replicas drift apart until they learn nothing."""
 PATIENCE_SECONDS = 0.25
 """How long it waits, then: a peer that is frozen must not hold it up."""
 
