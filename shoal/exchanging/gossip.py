@@ -56,7 +56,7 @@ MISSED_AT_MOST = 1
 """Meetings in a row that a replica does without, because its last message is still on its way, before it waits for it.
 On crowded cores most would be missed else, and replicas drift apart until they learn nothing."""
 PATIENCE_SECONDS = 0.25
-"""How long it waits, then: a peer that is frozen must not hold it up."""
+"""How long it waits for one message: neither a frozen peer nor a slow link must hold it up."""
 
 
 class Options(Compressing):
@@ -232,10 +232,10 @@ class Gossip(OwnWeights):
         return self._packer is not None
 
     def _outbox_is_free(self) -> bool:
-        """Whether the last message has arrived; waited for, where a meeting was missed for it already."""
+        """Whether the last message has arrived; waited for once, where a meeting was missed for it already."""
         if self._outbox.busy:
             self._missed += 1
-            if self._missed > MISSED_AT_MOST:
+            if self._missed == MISSED_AT_MOST + 1:  # once for each message: on a slow link training goes on
                 self._outbox.wait(PATIENCE_SECONDS)
             if self._outbox.busy:
                 return False

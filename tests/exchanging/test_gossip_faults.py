@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.exchanging.gossip import Gossip
+from shoal.exchanging.gossip import MISSED_AT_MOST, PATIENCE_SECONDS, Gossip
 from shoal.transport.links import Link, connect
 from tests.exchanging.test_averaging import acquainted, drained, share_of, sides
 from tests.exchanging.together import Side, at_once, meeting
@@ -107,6 +107,37 @@ def test_a_peer_frozen_in_the_middle_of_a_push_blocks_neither_pushes_nor_tests()
         assert gossip(pair[1]).tally.dropped == 0
         assert sum(map(share_of, pair)) == pytest.approx(1.0)
         half_sent.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_second_meeting_is_not_missed_unless_the_last_message_takes_long(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On crowded cores replicas that never waited met too rarely to learn; on a slow link they wait once a message."""
+    release, waits = threading.Event(), []
+    with pair_of("pair", heartbeat=20.0) as pair:
+        seen, outbox = slow_to_answer(monkeypatch, pair[1], release), gossip(pair[0])._outbox
+        wait = outbox.wait
+
+        def wait_until_it_answers(seconds: float) -> None:
+            waits.append(seconds)
+            if answers:
+                release.set()
+                wait(20)
+
+        monkeypatch.setattr(outbox, "wait", wait_until_it_answers)
+        for _ in range(MISSED_AT_MOST + 2):
+            pair[0].push(1.0)
+        assert waits == [PATIENCE_SECONDS]
+        assert gossip(pair[0]).tally.updates == (2 if answers else 1)
+        if not answers:
+            pair[0].push(1.0)
+            pair[0].push(1.0)
+            assert waits == [PATIENCE_SECONDS]
+        release.set()
+        monkeypatch.setattr(outbox, "wait", wait)
+        drained(pair)
+        assert seen
 
 
 def frame_of_a_push(side: Side) -> bytes:
