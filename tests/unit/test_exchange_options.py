@@ -56,7 +56,11 @@ def test_rates_of_every_exchange_from_those_of_one_worker(name: str) -> None:
     """As the table in docs/exchanges.md has them."""
     given = Rates(0.08, 0.9)
     one_part_each = Rates(0.02, 0.8, climb=100)
-    own = {**dict.fromkeys(("downpour", "hogwild", "dasgd"), one_part_each), "softsync": Rates(0.08, 0.8)}
+    own = {
+        **dict.fromkeys(("downpour", "hogwild", "dasgd"), one_part_each),
+        "softsync": Rates(0.08, 0.8),
+        "gossip": Rates(0.08, 0.9, climb=100),
+    }
     options = parse_exchange(name, {})
     assert options.tuned(given, 4) == pytest.approx(own.get(name, given))
     assert options.tuned(given, 1) == given
