@@ -178,38 +178,37 @@ class _Double(nn.Module):
         return x.double()
 
 
-def saved_under_one_plan_goes_on_under_another(
-    path: Path, plans: dict[int, list[str]], kind: dict[str, Any]
-) -> dict[tuple[str, str], tuple[bool, float]]:
-    """For each pair of (workers, plan): whether what was saved under the first is, bit for bit, what the second begins
-    with; and how far the next steps of the two differ.
+def saved_after_two_steps(path: Path, plan: str, kind: dict[str, Any]) -> None:
+    """A checkpoint after two steps under a plan; beside it what it must hold, and what the next three steps lead to."""
+    job = prepare(settings(**kind, plan=plan, workers=Transport().world), Transport())
+    trained(job, 2)
+    _save(job, CheckpointFolder(path / "checkpoints"), 2)
+    saved = put_together(job)
+    trained(job, 3, first=2)
+    reached = put_together(job)
+    if Transport().rank == 0:
+        torch.save({"saved": saved, "reached": reached}, path / "expected.pt")
+
+
+def goes_on_from_each(paths: list[Path], plan: str, kind: dict[str, Any]) -> list[tuple[bool, float]]:
+    """For each checkpoint: whether a job under this plan begins with what was saved, bit for bit; and how far its next
+    three steps lead from those of the job that saved it.
     """
-    laid: dict[str, Job] = {}
-    for workers, names in plans.items():
-        transport = Transport(alone=workers == 1)
-        laid |= {
-            f"{workers} {name}": prepare(settings(**kind, plan=name, workers=workers), transport) for name in names
-        }
-    found: dict[tuple[str, str], tuple[bool, float]] = {}
-    for before, job in laid.items():
-        trained(job, 2)
-        folder = CheckpointFolder(path / before)
-        _save(job, folder, 2)
-        saved = put_together(job)
+    job = prepare(settings(**kind, plan=plan, workers=Transport().world), Transport())
+    found = []
+    for path in paths:
+        expected = torch.load(path / "expected.pt", mmap=True)
+        job.optimizer.state.clear()
+        restore(CheckpointFolder(path / "checkpoints").all()[-1], job)
+        now = put_together(job)
+        same = all(
+            saved.keys() == now[what].keys() and all(torch.equal(now[what][name], saved[name]) for name in saved)
+            for what, saved in expected["saved"].items()
+        )
         trained(job, 3, first=2)
-        expected = put_together(job)
-        for after, other in laid.items():
-            other.optimizer.state.clear()
-            restore(folder.all()[-1], other)
-            now = put_together(other)
-            same = all(
-                saved[kind].keys() == now[kind].keys()
-                and all(torch.equal(now[kind][name], saved[kind][name]) for name in now[kind])
-                for kind in saved
-            )
-            trained(other, 3, first=2)
-            reached = put_together(other)
-            found[before, after] = same, max(difference(reached[k], expected[k]) for k in expected if expected[k])
+        reached = put_together(job)
+        apart = max(difference(reached[what], there) for what, there in expected["reached"].items() if there)
+        found.append((same, apart))
     return found
 
 
