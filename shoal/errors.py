@@ -117,6 +117,10 @@ class DiedError(RunError):
     """A process that the run needs ended without a word, or fell silent. Another attempt may go well."""
 
 
+class NoPlaceError(RunError):
+    """Whoever gives processes their place had none for so many. For fewer there may be one."""
+
+
 class PeerError(RunError):
     """Another rank failed or is gone. Shown only where that rank itself said nothing."""
 

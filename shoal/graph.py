@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
+from math import prod
 from typing import Any
-
-from shoal.partition import volume, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         """Elements of the whole tensor."""
-        return volume(whole(self.shape))
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +121,8 @@ class LayerGraph:
     """The inputs that a loss at the end compares the result with."""
     autocast: str = ""
     """Where the network sets torch.autocast itself, for people. Its casts are layers; an autocast around it is none."""
+    worked_out: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What was worked out about its layers and is asked for again and again; a copy with changes begins anew."""
 
     @property
     def output(self) -> str:

@@ -54,7 +54,10 @@ def whole(shape: Sequence[int]) -> Box:
 
 def volume(box: Box) -> int:
     """Elements in a box; a box without dims is a scalar's and has one."""
-    return prod(map(len, box))
+    elements = 1
+    for span in box:  # asked millions of times by a search: no call per span
+        elements *= max(span.stop - span.start, 0)
+    return elements
 
 
 def overlap(a: Box, b: Box) -> Box | None:

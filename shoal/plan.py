@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from shoal.errors import PlanError
 from shoal.files import write_text_atomically
@@ -13,6 +14,8 @@ from shoal.partition import Cut
 SCHEMA = "shoal.plan/1"
 SHOWN_CUTS = 4
 """Kinds of cuts that are named where a plan is told in words."""
+FactorsOption = Literal["auto", "always", "never"] | tuple[str, ...]
+"""Linear layers for whose gradients ranks send each other factors: all that take less time so, all, none, or these."""
 _DIMS_IN_WORDS = {"n": "sample", "c": "channel", "k": "input channel", "d": "depth", "h": "height", "w": "width"}
 
 
@@ -29,6 +32,8 @@ class Plan:
     """Ranks of one replica."""
     layers: tuple[tuple[str, Cut], ...]
     """(pattern of layers' names, cut)."""
+    factors: tuple[str, ...] | None = None
+    """Linear layers for whose weights' gradients ranks send each other factors; None: found where it is laid."""
 
     def __post_init__(self) -> None:
         """Refuse a layer that is cut into more parts than there are ranks."""
@@ -64,7 +69,9 @@ class Plan:
     def to_json(self) -> str:
         """The text of a plan file."""
         layers = {pattern: str(cut) for pattern, cut in self.layers}
-        content = {"schema": SCHEMA, "name": self.name, "ranks": self.ranks, "layers": layers}
+        content: dict[str, Any] = {"schema": SCHEMA, "name": self.name, "ranks": self.ranks, "layers": layers}
+        if self.factors is not None:
+            content["factors"] = list(self.factors)
         return json.dumps(content, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -86,12 +93,19 @@ class Plan:
                 "ranks": int(ranks),
                 "layers": dict(layers),
                 **rest,
-            } if not rest and not isinstance(ranks, bool):
-                return cls(name=name, ranks=ranks, layers=tuple((p, Cut.parse(str(c))) for p, c in layers.items()))
+            } if not isinstance(ranks, bool) and rest.keys() <= {"factors"} and _are_names(rest.get("factors", [])):
+                cuts = tuple((pattern, Cut.parse(str(cut))) for pattern, cut in layers.items())
+                named: Any = rest.get("factors")
+                factors = None if named is None else tuple(named)
+                return cls(name=name, ranks=ranks, layers=cuts, factors=factors)
             case {"schema": other} if other != SCHEMA:
                 raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
+
+
+def _are_names(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(name, str) for name in given)
 
 
 def _in_words(cut: Cut) -> str:
@@ -111,6 +125,26 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if keys.count(key) > 1:
             raise ValueError(f"{key!r} stands in it twice")
     return dict(pairs)
+
+
+def factors_option(given: str | Sequence[str]) -> FactorsOption:
+    """What people write, as names with commas or a list, as an option.
+
+    >>> factors_option("never"), factors_option("fc1,fc2"), factors_option(["fc1"])
+    ('never', ('fc1', 'fc2'), ('fc1',))
+    """
+    match given:
+        case "auto" | "always" | "never":
+            return given
+        case str():
+            return tuple(name.strip() for name in given.split(",") if name.strip())
+        case _:
+            return tuple(given)
+
+
+def planned_factors(plan: str | Plan, wanted: FactorsOption = "auto") -> FactorsOption:
+    """What a plan says of factors, unless the caller says otherwise."""
+    return plan.factors if wanted == "auto" and isinstance(plan, Plan) and plan.factors is not None else wanted
 
 
 def data_parallel(ranks: int) -> Plan:

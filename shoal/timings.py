@@ -14,7 +14,19 @@ from shoal.cluster import Cluster
 from shoal.errors import InputError
 from shoal.files import write_text_atomically
 
-SCHEMA = "shoal.timings/1"
+SCHEMA = "shoal.timings/2"
+
+
+@dataclass(frozen=True)
+class InStep:
+    """What real steps of one network showed that its kernels alone do not."""
+
+    factors: dict[str, float] = field(default_factory=dict)
+    """How many times longer than alone: `OPERATOR forward`, `OPERATOR backward`, and the same of single kernels."""
+    between: float | None = None
+    """Seconds of a step that are in no layer."""
+    update_per_byte: float | None = None
+    """Seconds of the optimizer per byte of this network's parameters."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +37,10 @@ class Timings:
     """The links as measured, and the device by name."""
     ranks: int
     threads: int
-    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Seconds forward and backward."""
-    in_situ: dict[str, float] = field(default_factory=dict)
-    """By network: how many times longer its kernels take in a real step than alone, all together."""
+    kernels: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Seconds forward, of the gradient of what a layer reads, and of its parameters', where both can be told apart."""
+    in_step: dict[str, InStep] = field(default_factory=dict)
+    """By network."""
     layer_overhead: float = 0.0
     step_overhead: float = 0.0
     update_per_byte: float = 0.0
@@ -37,7 +49,7 @@ class Timings:
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
 
-    def with_kernels(self, found: dict[str, tuple[float, float]]) -> Self:
+    def with_kernels(self, found: dict[str, tuple[float, float, float]]) -> Self:
         """The same with more kernels."""
         return replace(self, kernels={**self.kernels, **found})
 
@@ -46,7 +58,7 @@ class Timings:
         return replace(
             self,
             kernels={name: times for name, times in self.kernels.items() if name in kernels},
-            in_situ={name: factor for name, factor in self.in_situ.items() if name in networks},
+            in_step={name: shown for name, shown in self.in_step.items() if name in networks},
         )
 
     def save(self, path: str | Path) -> None:
@@ -66,7 +78,14 @@ class Timings:
         if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
             raise InputError(f"timings {str(path)!r} are not of schema {SCHEMA!r}.", remedy)
         try:
-            kernels = {name: (float(times[0]), float(times[1])) for name, times in content.pop("kernels").items()}
-            return cls(cluster=Cluster.model_validate(content.pop("cluster")), kernels=kernels, **content)
+            kernels = {name: _three(times) for name, times in content.pop("kernels").items()}
+            in_step = {name: InStep(**shown) for name, shown in content.pop("in_step").items()}
+            cluster = Cluster.model_validate(content.pop("cluster"))
+            return cls(cluster=cluster, kernels=kernels, in_step=in_step, **content)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"timings {str(path)!r} do not have the fields of timings: {error}.", remedy) from None
+
+
+def _three(times: Any) -> tuple[float, float, float]:
+    forward, to_input, to_weights = map(float, times)
+    return forward, to_input, to_weights

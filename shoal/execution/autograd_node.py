@@ -61,6 +61,8 @@ class Asked:
     """Those whose gradient goes to their `.grad`; that of the others is the caller's."""
     hooked: frozenset[str] = frozenset()
     """Those on which some rank has a hook, which is to see the new gradient alone."""
+    accumulating: bool = False
+    """Whether some rank has gradients of passes before in the `.grad` of one that is to get more."""
     results: frozenset[str] | None = None
     """The results that some rank has a gradient of; None: all of them."""
 
@@ -108,6 +110,7 @@ class Step(torch.autograd.Function):
             frozenset(name for name, (wanted, _) in asked_of.items() if wanted),
             frozenset(name for name, (wanted, own) in asked_of.items() if wanted and own),
         )
+        accumulating = request.sync and any(passes.states[name].grad is not None for name in asked.accumulated)
         hooked = [name for name in asked.accumulated if passes.states[name]._backward_hooks]
         sizes = [passes.states[name].shape for name in ctx.names]
         if passes.ended or sizes != ctx.shapes[count:]:
@@ -115,8 +118,9 @@ class Step(torch.autograd.Function):
                 "the network was laid over the ranks anew between this forward pass and its backward pass.",
                 "Call backward before shoal.parallelize takes the module over again.",
             )
+        passes.copies.note_changes()
         change = ctx.untouched.change(tape, [grad is not None for grad in grads])
-        asking = Asking(passes.transport, tape, asked, hooked, grads, change)
+        asking = Asking(passes.transport, tape, asked, hooked, grads, change, accumulating=accumulating)
         asking.begin(ctx.number)
         if asking.batched:
             with outside_of_transforms():
@@ -136,7 +140,7 @@ class Asking:
     """A backward pass that the ranks agree on, while each of them begins with it where it can.
 
     `hooked`: parameters on which this rank has a hook; `grads`: of its results; `change`: what the pass must read
-    again and is not what it was.
+    again and is not what it was; `accumulating`: whether this rank has gradients of passes before.
     """
 
     def __init__(
@@ -147,9 +151,12 @@ class Asking:
         hooked: Sequence[str],
         grads: Sequence[Tensor | None],
         change: Change | None = None,
+        *,
+        accumulating: bool = False,
     ) -> None:
         self._transport, self._tape, self._hooked, self._change = transport, tape, hooked, change
         self._wanted = sorted(asked.names), sorted(asked.accumulated)
+        self._accumulating = accumulating
         self._given = sum(1 << place for place, grad in enumerate(grads[:_TOLD_RESULTS]) if grad is not None)
         self.asked = asked
         """What is known so far. The rest does not change what a plain pass computes before its first message."""
@@ -163,7 +170,8 @@ class Asking:
         digest = float(zlib.crc32(repr(self._wanted).encode()))
         kind = _SECOND if torch.is_grad_enabled() else _BATCHED if self.batched else _PLAIN
         changed = 0 if self._change is None else 2 if self._change.always else 1
-        row = [number, kind, self._tape.used, digest, bool(self._hooked), self._given, changed]
+        unusual = bool(self._hooked) + 2 * self._accumulating
+        row = [number, kind, self._tape.used, digest, unusual, self._given, changed]
         with outside_of_transforms():
             self._transport.header_later("backward", row, self._check)
 
@@ -173,7 +181,7 @@ class Asking:
         return self.asked
 
     def _check(self, table: Sequence[Sequence[float]]) -> None:
-        numbers, kinds, used, digests, hooks, results, changed = zip(*table, strict=True)
+        numbers, kinds, used, digests, unusual, results, changed = zip(*table, strict=True)
         if _BATCHED in kinds:
             raise RunError(
                 "a backward pass with many gradients at once (torch.vmap, is_grads_batched=True, vectorize=True) "
@@ -213,12 +221,14 @@ class Asking:
                 f"{min(names[0] or names[1])!r} on one of them only.",
                 "Call backward(), backward(inputs=...) or torch.autograd.grad with the same parameters on all ranks.",
             )
-        hooked = self._transport.gather_objects(list(self._hooked)) if any(hooks) else []
+        hooks = any(int(bits) & 1 for bits in unusual)
+        hooked = self._transport.gather_objects(list(self._hooked)) if hooks else []
         outputs = self._tape.program.graph.outputs
         have = [name for place, name in enumerate(outputs) if any(int(bits) >> place & 1 for bits in results)]
         self.asked = replace(
             self.asked,
             hooked=frozenset(name for names in hooked for name in names),
+            accumulating=any(int(bits) & 2 for bits in unusual),
             results=None if len(have) == len(outputs) or len(outputs) > _TOLD_RESULTS else frozenset(have),
         )
 

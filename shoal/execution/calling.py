@@ -444,7 +444,7 @@ class Caller:
     def prepare(self, variant: Variant, shares: tuple[int, ...]) -> Ready:
         """A variant's program for these shares, with the groups that it needs. Collective when it is new."""
         known = shares in variant.ready
-        ready = variant.prepare(shares, self.boundary, self.transport.rank, self.states.layouts)
+        ready = variant.prepare(shares, self.boundary, self.transport.rank, self.states.uses)
         if not known:
             self.transport.make_groups([(LAYER, ranks) for ranks in groups_of(ready)])
         return ready

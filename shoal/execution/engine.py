@@ -29,6 +29,7 @@ from shoal.execution.randomness import LayerRandom
 from shoal.execution.route import Route, find_route
 from shoal.execution.tape import Back, GraphInputs, Live, Record, Saved, Tape, same_memory, saving
 from shoal.execution.transfer import Arriving, begin_transfer, inner
+from shoal.lowering.factors import Factors
 from shoal.lowering.program import Compute, Fetch, Program, Settle
 from shoal.moves import Move
 from shoal.operators.base import Call, Need
@@ -78,15 +79,17 @@ class Engine:
         step: str,
         record: bool,
         input_grads: frozenset[str] = frozenset(),
+        factors: Mapping[str, Factors] | None = None,
     ) -> tuple[list[Tensor | None], Tape]:
         """This rank's tiles of the outputs, and the tape (empty unless `record`).
 
         `step`: what the masks of random layers depend on besides the seed and the layer; `input_grads`: inputs whose
-        gradient is wanted, the same on all ranks.
+        gradient is wanted, the same on all ranks; `factors`: of the weights whose gradients ranks find from
+        each other's factors, always the same for one program.
         """
         trainable = frozenset(name for name, state in states.items() if state.requires_grad and record)
         tape = Tape(
-            self._route(program, trainable, input_grads if record else frozenset(), record=record),
+            self._route(program, trainable, input_grads if record else frozenset(), factors or {}, record=record),
             value_types(program.graph, next(iter(inputs.values()), None)),
             step,
             dict(states),
@@ -101,7 +104,13 @@ class Engine:
             return [live.tile(fetch.key) for fetch in program.outputs], tape
 
     def _route(
-        self, program: Program, trainable: frozenset[str], input_grads: frozenset[str], *, record: bool
+        self,
+        program: Program,
+        trainable: frozenset[str],
+        input_grads: frozenset[str],
+        factors: Mapping[str, Factors],
+        *,
+        record: bool,
     ) -> Route:
         key = (id(program), trainable, input_grads, record, self.observe is None)
         if key not in self._routes:  # it keeps the program alive, so that the id stays its own
@@ -111,6 +120,7 @@ class Engine:
                 input_grads,
                 program.segments if self.recompute and record else (range(len(program.instructions)),),
                 self.transport,
+                factors=factors,
                 chains=record and self.observe is None,
                 local_statistics=self.local_statistics,
             )
@@ -225,7 +235,7 @@ class Engine:
             if isinstance(instruction, Compute):
                 name, recorded = instruction.placed.layer.name, index in tape.records
                 finish = self._compute_back(index, instruction, back, tape)
-                later = _then(finish, back, finished_by.get(name, ()), collector, states)
+                later = _then(finish, back, finished_by.get(name, ()), collector, states, tape.route.factors)
                 if diary is not None and recorded:
                     later = _note_backward(diary, tape.route.parts[index].chain, begun, later)
             elif instruction.value in back.flowing:
@@ -334,6 +344,8 @@ class Engine:
         saved: list[Saved] = []
         with torch.set_grad_enabled(record), saving(saved) if reader is not None else _NOTHING:
             out = here.placed.rule.run(call)
+            if here.factored is not None and out.requires_grad:
+                inputs.factors[here.factored] = Saved(tensors["input"].detach()), get_gradient_edge(out)
             if out.dtype != tape.types[here.name]:
                 out = out.to(tape.types[here.name])
         if record and out.requires_grad:
@@ -371,7 +383,9 @@ class Engine:
         if grad is None:
             grad = record.zeros()
         keys, edges = [key for key, _ in record.inputs.tiles], [edge for _, edge in record.inputs.tiles]
-        names = [name for name in record.inputs.states if name in back.wanted]
+        factored = [weight for weight in record.inputs.factors if weight in back.wanted]
+        edges += [record.inputs.factors[weight][1] for weight in factored]
+        names = [name for name in record.inputs.states if name in back.wanted and name not in factored]
         states = [record.inputs.states[name] for name in names]
         waits = tape.route.parts[index].waits and bool(states)
         inputs: list[Any] = edges if waits else [*edges, *states]
@@ -381,6 +395,9 @@ class Engine:
         for key, value in zip(keys, input_grads, strict=False):
             if value is not None:
                 back.tiles[key] = value if key not in back.tiles else back.tiles[key] + value
+        for weight, value in zip(factored, input_grads[len(keys) : len(edges)], strict=True):
+            if value is not None:
+                back.factors[weight] = record.inputs.factors[weight][0].unpack(), value
 
         def parameters(grads: Sequence[Tensor | None]) -> None:
             for name, value in zip(names, grads, strict=True):
@@ -389,7 +406,7 @@ class Engine:
                     back.states[name] = owned if name not in back.states else back.states[name] + owned
 
         if not waits:
-            parameters(input_grads[len(keys) :])
+            parameters(input_grads[len(edges) :])
             return None
         return lambda: parameters(torch.autograd.grad(record.output, states, grad, allow_unused=True))
 
@@ -425,6 +442,7 @@ def _then(
     names: Sequence[str],
     collector: Collector,
     states: Mapping[str, Tensor],
+    factors: Mapping[str, Factors],
 ) -> Callable[[], None] | None:
     """What is left to do for a layer: its parameters' gradients, and handing over those that are final."""
 
@@ -432,6 +450,9 @@ def _then(
         if finish is not None:
             finish()
         for name in names:
+            if name in factors:
+                collector.ready_factors(factors[name], back.factors.pop(name, None), states[name])
+                continue
             grad = back.states.pop(name, None)
             collector.ready(name, torch.zeros_like(states[name]) if grad is None else grad)
 

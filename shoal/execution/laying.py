@@ -22,8 +22,10 @@ from shoal.execution.tree import Tree, copied
 from shoal.execution.variants import Form, capture_form, example_call
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import IO, Boundary
-from shoal.plan import Plan
+from shoal.lowering.owners import OptimizerState
+from shoal.plan import FactorsOption, Plan, planned_factors
 from shoal.planning import Resolved, check, resolve
+from shoal.planning.factors import check_factors
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -74,6 +76,8 @@ def lay(
     seed: int | None = None,
     bucket_bytes: int | None = None,
     recompute: bool = False,
+    factors: FactorsOption = "auto",
+    optimizer_state: OptimizerState = "whole",
     in_place: bool = False,
     draft: Draft | None = None,
 ) -> ParallelModule:
@@ -85,6 +89,7 @@ def lay(
 
     def resolved_plan() -> tuple[str | Plan, dict[bool, Resolved]]:
         checked = check(plan, transport.world)
+        check_factors(planned_factors(checked, factors), *captured.graphs.values())
         return checked, {mode: resolve(checked, g, transport.world, names) for mode, g in captured.graphs.items()}
 
     names = tuple(layer.name for graph in captured.graphs.values() for layer in graph.layers)
@@ -102,6 +107,8 @@ def lay(
         engine=Engine(transport, captured.device, batch_norm == "local", seed, recompute),
         boundary=Boundary(io, transport.world),
         bucket_bytes=bucket_bytes,
+        factors=planned_factors(checked, factors),
+        optimizer_state=optimizer_state,
         in_place=in_place,
         draft=draft,
     )

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,16 +19,18 @@ from shoal.execution.autograd_node import Step
 from shoal.execution.calling import Caller, Laying
 from shoal.execution.cut_parameters import plainly
 from shoal.execution.engine import Engine
+from shoal.execution.factors import choose_factors
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.passes import Passes
 from shoal.execution.states import Shard, keep_state_dicts_whole, shard_tree
 from shoal.execution.tree import Tree
 from shoal.execution.variants import Form, Variant
 from shoal.lowering.boundary import Boundary, even_shares, own_inputs
+from shoal.lowering.owners import OptimizerState, cut_homes
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import state_homes
 from shoal.moves import Layout
-from shoal.plan import Plan
+from shoal.plan import FactorsOption, Plan
 from shoal.planning import Resolved
 from shoal.traffic import Sent
 
@@ -60,6 +62,8 @@ class ParallelModule(nn.Module):
         engine: Engine,
         boundary: Boundary,
         bucket_bytes: int | None,
+        factors: FactorsOption,
+        optimizer_state: OptimizerState,
         in_place: bool,
         draft: Draft | None = None,
     ) -> None:
@@ -70,8 +74,10 @@ class ParallelModule(nn.Module):
         self._switches = _Switches()
         first = {mode: Variant(form, resolved[mode]) for mode, form in forms.items()}
         shares = even_shares(forms[True].graph.batch, transport.world)
-        homes = state_homes(*(first[mode].program(shares, boundary) for mode in (True, False)))
-        self._states = shard_tree(root, homes, transport, in_place=in_place, draft=draft)
+        uses = state_homes(*(first[mode].program(shares, boundary) for mode in (True, False)))
+        learning = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        homes = cut_homes(uses, learning) if optimizer_state == "cut" else uses
+        self._states = shard_tree(root, homes, transport, uses=uses, in_place=in_place, draft=draft)
         example = call or bind(root, [torch.empty(0) for _ in own_inputs(forms[False].graph)], {})
         tree = Tree(root, laying.loss)
         self._caller = Caller(
@@ -82,7 +88,10 @@ class ParallelModule(nn.Module):
         )
         for variant in first.values():
             self._caller.prepare(variant, shares)
-        self._passes = Passes(self._caller, engine, bucket_bytes)
+        program = self._caller.prepare(first[True], shares).program
+        factored = choose_factors(program, homes, self._states.tensors(), factors, transport)
+        self._plan = replace(self._plan, factors=factored)
+        self._passes = Passes(self._caller, engine, bucket_bytes, factored)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # that have stepped, in the order of all ranks
         self._before_whole: list[Callable[[ParallelModule], None]] = []
         cut = self._states.cut_leaves()
@@ -106,6 +115,11 @@ class ParallelModule(nn.Module):
     def cuts_parameters(self) -> bool:
         """Whether some rank holds less than all of some parameter or buffer."""
         return bool(self._states.cut_leaves())
+
+    @property
+    def cuts_optimizer_state(self) -> bool:
+        """Whether ranks that read the same part of a parameter keep, and step over, some rows of it each."""
+        return any(self._states.layouts[name] != use for name, use in self._states.uses.items())
 
     @property
     def plan(self) -> Plan:
@@ -267,9 +281,12 @@ class ParallelModule(nn.Module):
         """Payload that this rank has sent so far, by layer."""
         return dict(self._transport.counted)
 
-    def predicted(self, *, input_grad: bool = False) -> Mapping[str, Sent]:
-        """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone."""
-        return self._passes.predicted(input_grad=input_grad)
+    def predicted(self, *, input_grad: bool = False, accumulated: bool = False) -> Mapping[str, Sent]:
+        """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone.
+
+        `accumulated`: where gradients of passes before are there still, with which all gradients are summed.
+        """
+        return self._passes.predicted(input_grad=input_grad, accumulated=accumulated)
 
     def extra_repr(self) -> str:
         """What `print(model)` says besides the module's own tree."""

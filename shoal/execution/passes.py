@@ -5,13 +5,14 @@ node. Here the pass is run: forward, the program on this rank's shards, then cou
 the gradients that are asked for, summed over the ranks with what had accumulated before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from shoal.execution.autograd_node import Asking, Request, results_of, seeds_of
 from shoal.execution.calling import Caller
+from shoal.execution.copies import Copies
 from shoal.execution.engine import Engine
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.gradients import Collector, GradientSums, Kept
@@ -23,6 +24,7 @@ from shoal.execution.untouched import Untouched
 from shoal.execution.variants import Ready
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import even_shares, own_inputs
+from shoal.lowering.factors import Factors, factorable
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import Program
 from shoal.lowering.step_traffic import INPUT, step_traffic
@@ -34,13 +36,21 @@ from shoal.traffic import Sent
 class Passes:
     """Forward and backward passes of one network, and what is counted from pass to pass.
 
-    `bucket_bytes`: of gradients that are summed at a time; None: what is good on the link.
+    `bucket_bytes`: of gradients that are summed at a time; None: what is good on the link. `factored`: layers whose
+    weights' gradients ranks find from each other's factors, wherever a pass allows it.
     """
 
-    def __init__(self, caller: Caller, engine: Engine, bucket_bytes: int | None) -> None:
+    def __init__(
+        self, caller: Caller, engine: Engine, bucket_bytes: int | None, factored: Collection[str] = ()
+    ) -> None:
         self._caller, self._engine, self._boundary = caller, engine, caller.boundary
         self.states, self.transport = caller.states, caller.transport
+        self.copies = Copies(self.states, self.transport)
+        """What layers read of parameters of which this rank keeps some rows."""
         self.bucket_bytes = bucket_bytes or self.transport.good_bucket_bytes()
+        self.factored = frozenset(factored)
+        self._factors: dict[int, tuple[Program, Mapping[str, Factors]]] = {}
+        """By the program's id, with the program, so that it stays its own."""
         self.training_passes = 0
         """Forward passes in training so far."""
         self.ended = False
@@ -56,8 +66,21 @@ class Passes:
         variant = self._caller.first[training]
         return self._caller.prepare(variant, even_shares(variant.form.graph.batch, self.transport.world))
 
-    def predicted(self, *, input_grad: bool = False) -> Mapping[str, Sent]:
-        """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone."""
+    def factors(self, program: Program) -> Mapping[str, Factors]:
+        """By weight, what ranks send each other in the place of a sum; found once per program."""
+        if not self.factored:
+            return {}
+        if id(program) not in self._factors:
+            found = factorable(program, self.states.layouts)
+            kept = {weight: own for weight, own in found.items() if own.layer in self.factored}
+            self._factors[id(program)] = program, kept
+        return self._factors[id(program)][1]
+
+    def predicted(self, *, input_grad: bool = False, accumulated: bool = False) -> Mapping[str, Sent]:
+        """Payload that this rank sends in one training step of the captured batch, by layer, from the moves alone.
+
+        `accumulated`: on top of gradients of passes before, with which all gradients are summed.
+        """
         ready = self.captured(training=True)
         program, states = ready.program, {**self.states.tensors(), **ready.constants}
         types = value_types(program.graph, None)
@@ -67,6 +90,7 @@ class Passes:
             self.transport.rank,
             trainable=self._backward_order(ready, frozenset(n for n, s in states.items() if s.requires_grad)),
             homes=self.states.layouts,
+            uses=self.states.uses,
             itemsize={
                 **{name: dtype.itemsize for name, dtype in types.items()},
                 **{name: state.dtype.itemsize for name, state in states.items()},
@@ -76,6 +100,8 @@ class Passes:
             inputs=frozenset(inputs if input_grad else ()),
             local_statistics=self._engine.local_statistics,
             again=range(program.segments[-1].start if self._engine.recompute else 0),
+            factors=self.factors(program),
+            accumulated=accumulated,
         )
 
     def forward(self, request: Request, *, record: bool) -> tuple[list[Tensor], Tape]:
@@ -85,10 +111,8 @@ class Passes:
             self.training_passes += 1
         else:
             self._evaluation_passes += 1
-        states = {
-            **{name: _leaf(state, record=record) for name, state in self.states.tensors().items()},
-            **request.ready.constants,
-        }
+        own = {name: _leaf(state, record=record) for name, state in self.states.tensors().items()}
+        states = self.copies.gather({**own, **request.ready.constants})
         tiles, tape = self._engine.forward(
             program,
             request.inputs,
@@ -96,7 +120,9 @@ class Passes:
             step=str(self.training_passes) if training else f"evaluation {self._evaluation_passes}",
             record=record,
             input_grads=request.input_grads,
+            factors=self.factors(program),
         )
+        states.wait()  # also for what no layer here has read
         self._count_up(program.graph)  # in evaluation too: a batch norm in it may train, a network's own counter count
         self._update_idle_ranks(program)
         self._caller.settle(program.changed)
@@ -147,7 +173,10 @@ class Passes:
         before = {
             name: grad
             for name in asking.asked.names
-            if request.sync and name in asking.asked.accumulated and (grad := self.states[name].grad) is not None
+            if request.sync
+            and name in asking.asked.accumulated
+            and name not in self.copies  # whose rows are on one rank: nothing to average
+            and (grad := self.states[name].grad) is not None
         }
         asked = asking.asked if asking.plain and not before else asking.agreed()
         tape.used = True
@@ -157,13 +186,17 @@ class Passes:
         learning = self._parameters_reached(request.ready, asked.names, flowing)
         names = self._backward_order(request.ready, learning)
         before = {name: before[name] for name in names if name in before}
-        collector: Collector
+        rest: Collector
         if request.sync:
-            collector = self._begin_sums(
-                names, {name: grad for name, grad in before.items() if name not in asked.hooked}
+            rest = self._begin_sums(
+                tuple(name for name in names if name not in self.copies),
+                {name: grad for name, grad in before.items() if name not in asked.hooked},
+                tape.route.factors.keys() & names,
+                lambda: asking.agreed().accumulating,
             )
         else:
-            collector = Kept({name: len(self.states.ranks_of(name, rank)) for name in names})
+            rest = Kept({name: len(self.states.ranks_of(name, rank)) for name in names})
+        collector = self.copies.sums(rest)
         seeds = seeds_of(request, tape, grads, rank)
         inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, learning, flowing)
         parameters = collector.finish()
@@ -214,15 +247,23 @@ class Passes:
         """Parameters in the order in which backward finishes their gradients."""
         return tuple(name for name in reversed(list(ready.first_uses)) if name in trainable)
 
-    def _begin_sums(self, names: tuple[str, ...], before: Mapping[str, Tensor]) -> GradientSums:
+    def _begin_sums(
+        self,
+        names: tuple[str, ...],
+        before: Mapping[str, Tensor],
+        factored: Set[str],
+        accumulating: Callable[[], bool],
+    ) -> GradientSums:
         """The sums of these parameters' gradients over the ranks, ready for a new backward pass."""
         states = {name: self.states[name].detach() for name in names}
-        kinds = tuple((name, state.dtype, state.device, state.shape) for name, state in states.items())
+        kinds = tuple(
+            (name, state.dtype, state.device, state.shape, name in factored) for name, state in states.items()
+        )
         if kinds not in self._sums:
             rank = self.transport.rank
             shards = {name: (self.states.ranks_of(name, rank), state) for name, state in states.items()}
-            self._sums[kinds] = GradientSums(shards, self.transport, self.bucket_bytes)
-        self._sums[kinds].begin(before)
+            self._sums[kinds] = GradientSums(shards, self.transport, self.bucket_bytes, factored)
+        self._sums[kinds].begin(before, accumulating)
         return self._sums[kinds]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shoal.execution.peers import RankPeers
 from shoal.graph import State
+from shoal.lowering.factors import Factors
 from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program
 from shoal.operators.base import Part
@@ -36,6 +37,8 @@ class RankPart:
     """Whether the next layer goes on with its autograd graph."""
     reader: int | None
     """The one Fetch that moves its output, where what autograd saved of it can be replaced."""
+    factored: str | None
+    """The weight whose gradient ranks find from each other's factors, where there is one."""
     waits: bool
     """Whether backward sends its input's gradient before it computes its parameters'."""
     overwrites: bool
@@ -54,6 +57,8 @@ class Route:
     """The Fetches of all links."""
     parts: Mapping[int, RankPart]
     """This rank's part of every layer that it has one of, by the index of the layer."""
+    factors: Mapping[str, Factors]
+    """Of the weights whose gradients are found so, of those that learn."""
 
 
 def find_route(
@@ -63,18 +68,22 @@ def find_route(
     pieces: Sequence[range],
     transport: Transport,
     *,
+    factors: Mapping[str, Factors],
     chains: bool,
     local_statistics: bool,
 ) -> Route:
     """The route of steps that train these parameters and find the gradients of these inputs.
 
-    `pieces`: the segments of the list that run one after another; `chains`: whether neighbouring layers that pass a
+    `pieces`: the segments of the list that run one after another; `factors`: of weights whose gradients ranks find from
+    each other's; `chains`: whether neighbouring layers that pass a
     value on within each rank become one autograd graph. Raises what torch raises where shapes alone forbid a layer.
     """
     links, goes_on = program.links_within(pieces if chains else ())
     flowing = program.needing_grad(trainable, input_grads)
-    parts = _parts(program, transport, local_statistics, trainable, flowing, links, goes_on)
-    return Route(program, trainable, flowing, pieces, frozenset(links.values()), parts)
+    factors = {weight: own for weight, own in factors.items() if weight in trainable}
+    factored = {own.index: weight for weight, own in factors.items()}
+    parts = _parts(program, transport, local_statistics, trainable, flowing, links, goes_on, factored)
+    return Route(program, trainable, flowing, pieces, frozenset(links.values()), parts, factors)
 
 
 def _parts(
@@ -85,6 +94,7 @@ def _parts(
     flowing: frozenset[str],
     links: Mapping[int, int],
     goes_on: frozenset[int],
+    factored: Mapping[int, str],
 ) -> dict[int, RankPart]:
     """This rank's part of every layer that it has one of, by the index of the layer's instruction."""
     rank, parts = transport.rank, {}
@@ -128,6 +138,7 @@ def _parts(
             goes_on=index in goes_on,
             reader=program.only_moved_to.get(name),
             overwrites=link is not None and _may_overwrite(program, compute, link),
+            factored=factored.get(index),
             # not within a chain: its other layers would be walked, and would send, twice
             waits=placed.rule.apart and link is None and learns and sends,
         )

@@ -57,8 +57,8 @@ class ShardedStates:
     """This rank's shards, in the place of the whole tensors of a tree of modules.
 
     `in_place`: parameters stay the same objects, as an optimizer may know them; else they are copies. `whole_shapes`:
-    of every tensor, where the tree holds shards already. A rank without a part of some tensor has an empty one under
-    its name, so that all ranks list the same names.
+    of every tensor, where the tree holds shards already. `uses`: what layers read, where that is more. A rank
+    without a part of some tensor has an empty one under its name, so that all ranks list the same names.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ShardedStates:
         *,
         in_place: bool,
         whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        uses: Mapping[str, Layout] | None = None,
     ) -> None:
         self._rank, self._filled = rank, whole_shapes is not None
         self._places: dict[str, _Place] = {}
@@ -84,6 +85,9 @@ class ShardedStates:
         held = {name: tuple(everything[name][2].shape) for name in first.values()}
         self.shapes = held if whole_shapes is None else {name: whole_shapes[name] for name in held}
         self.layouts: dict[str, Layout] = {name: layouts[name] for name in self.shapes}
+        """Which box of every tensor each rank keeps."""
+        self.uses: dict[str, Layout] = {name: (uses or layouts)[name] for name in self.shapes}
+        """Which box of it each rank's layers read."""
         made: dict[str, Tensor] = {}
         for name, (owner, leaf, tensor) in everything.items():
             own = self.names_of[name]
@@ -262,7 +266,13 @@ def shard_of(full: Tensor, box: Box | None) -> Tensor:
 
 
 def shard_tree(
-    root: nn.Module, homes: Mapping[str, Layout], transport: Transport, *, in_place: bool, draft: Draft | None
+    root: nn.Module,
+    homes: Mapping[str, Layout],
+    transport: Transport,
+    *,
+    uses: Mapping[str, Layout],
+    in_place: bool,
+    draft: Draft | None,
 ) -> ShardedStates:
     """Make the tensors of a tree of modules this rank's shards, laid out as `homes` says. A collective if `in_place`.
 
@@ -273,10 +283,10 @@ def shard_tree(
         shapes = {name: tuple(tensor.shape) for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
         cut = [name for name, shape in shapes.items() if any(box != whole(shape) for box in homes[name])]
         draft.fill({name: homes[name][transport.rank] for name in cut})
-        return ShardedStates(root, homes, transport.rank, in_place=True, whole_shapes=shapes)
+        return ShardedStates(root, homes, transport.rank, in_place=True, whole_shapes=shapes, uses=uses)
     if in_place:
         take_rank0s(root, homes, transport)
-    return ShardedStates(root, homes, transport.rank, in_place=in_place)
+    return ShardedStates(root, homes, transport.rank, in_place=in_place, uses=uses)
 
 
 def keep_state_dicts_whole(root: nn.Module, states: ShardedStates, transport: Transport) -> list[RemovableHandle]:

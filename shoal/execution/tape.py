@@ -70,6 +70,8 @@ class GraphInputs:
     tiles: list[tuple[int, GradientEdge]] = field(default_factory=list)
     """With the Fetch that brought them; layers of a chain may read the same one."""
     states: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, tuple[Saved, GradientEdge]] = field(default_factory=dict)
+    """By weight whose gradient ranks find from each other's factors: what its layer read, and where it gave it."""
 
 
 @dataclass
@@ -122,6 +124,8 @@ class Back:
     values: dict[str, list[Tensor | Arriving]] = field(default_factory=dict)
     tiles: dict[int, Tensor] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By weight: what its layer read, and the gradient of what it gave."""
     leaving: list[Arriving] = field(default_factory=list)
     """Messages of this rank to others."""
 

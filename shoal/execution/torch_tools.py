@@ -190,8 +190,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             f"{type(optimizer).__name__} may look at a parameter as a whole, and this rank holds only a part of "
             f"{cut[0][1]!r}.",
             f"Use one that treats each element alone ({known}), or a plan that cuts no parameters, such as 'data' "
-            "or 'spatial'. If yours does treat each element alone, say so: shoal.elementwise_optimizer"
-            f"({type(optimizer).__name__}).",
+            "or 'spatial', and the optimizer's state whole. If yours does treat each element alone, say so: "
+            f"shoal.elementwise_optimizer({type(optimizer).__name__}).",
         )
     if optimizer not in _seen:
         _seen.add(optimizer)

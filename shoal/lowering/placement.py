@@ -108,8 +108,12 @@ class Placed:
 
 
 def op_of(layer: Layer, graph: LayerGraph) -> Op:
-    """A layer with the global shapes of its tensors."""
-    return Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors})
+    """A layer with the global shapes of its tensors; the same `Op` for whoever asks about a layer of a graph."""
+    ops: dict[str, Op] = graph.worked_out.setdefault("ops", {})
+    op = ops.get(layer.name)
+    if op is None or op.layer is not layer:
+        op = ops[layer.name] = Op(layer, {name: graph.spec(reference).shape for name, reference in layer.tensors})
+    return op
 
 
 def depends_on_input(graph: LayerGraph) -> set[str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shoal.lowering.factors import Factors
+from shoal.lowering.owners import FROM_OWNERS, TO_OWNERS
 from shoal.lowering.placement import Placed, sharers
 from shoal.lowering.program import Compute, Fetch, Program, Settle
 from shoal.moves import Layout, Move
@@ -54,19 +56,25 @@ def step_traffic(
     *,
     trainable: Sequence[str],
     homes: Mapping[str, Layout],
+    uses: Mapping[str, Layout] | None = None,
     itemsize: Mapping[str, int],
     dtypes: Mapping[str, str],
     bucket_bytes: int,
     inputs: frozenset[str] = frozenset(),
     local_statistics: bool = False,
     again: range = range(0),
+    factors: Mapping[str, Factors] | None = None,
+    accumulated: bool = False,
 ) -> dict[str, Sent]:
     """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
 
-    `trainable`: states in the order in which backward finishes them; `homes`: where states live; `itemsize`: bytes
-    of one element of every value and state; `inputs`: those whose gradient is wanted; `again`: the instructions whose
-    forward pass is run a second time.
+    `trainable`: states in the order in which backward finishes them; `homes`: where states live, and
+    `uses`: what layers read of them, where that is more; `itemsize`: bytes of one element of every value and state;
+    `inputs`: those whose gradient is wanted; `again`: the instructions whose forward pass is run a second time;
+    `factors`: of weights whose gradients are not summed, but found from these; `accumulated`: but for a pass on top of
+    gradients of others, in which they are summed, each by itself.
     """
+    factors = factors or {}
     flowing = program.needing_grad(frozenset(trainable), inputs)
     by_label: dict[str, Sent] = {}
     for index, instruction in enumerate(program.instructions):
@@ -81,14 +89,28 @@ def step_traffic(
                 name, reads = placed.layer.name, placed.layer.reads
                 back = name in flowing if placed.copies else any(read in flowing for read in reads)
                 _note(by_label, name, _summed(placed, rank, itemsize[name], runs, back, local_statistics))
-    shards = []
+    shards: list[tuple[str, tuple[int, ...], str, int]] = []
+    alone: list[tuple[str, tuple[int, ...], str, int]] = []
     for name in trainable:
-        box = homes[name][rank]
-        if box is not None:
-            shards.append((name, sharers(homes[name])[box], dtypes[name], volume(box) * itemsize[name]))
-    for bucket in fill_buckets(shards, bucket_bytes):
+        box, own = homes[name][rank], factors.get(name)
+        if box is None:
+            continue
+        if own is not None and not accumulated:
+            peers = len(own.peers(rank)) if own.elements(rank) else 0
+            _note(by_label, own.layer, Sent(peers * own.elements(rank) * itemsize[name], peers))
+            continue
+        shard = (name, sharers(homes[name])[box], dtypes[name], volume(box) * itemsize[name])
+        (shards if own is None else alone).append(shard)
+    for bucket in [*fill_buckets(shards, bucket_bytes), *fill_buckets(alone, 1)]:
         size = ring_bytes(bucket.bytes, len(bucket.ranks), bucket.ranks.index(rank))
         _note(by_label, GRADIENTS, Sent(size, 1))
+    for name, use in (uses or {}).items():
+        box, mine = use[rank], homes[name][rank]
+        if box is not None and mine is not None and mine != box:
+            others = use.count(box) - 1
+            _note(by_label, FROM_OWNERS, Sent(others * volume(mine) * itemsize[name], others))
+            if name in trainable:
+                _note(by_label, TO_OWNERS, Sent((volume(box) - volume(mine)) * itemsize[name], others))
     for name, spec in program.graph.inputs.items():
         if name in flowing & program.copies and program.ranks > 1:
             _note(by_label, INPUT, Sent(ring_bytes(spec.elements * itemsize[name], program.ranks, rank), 1))

@@ -9,7 +9,10 @@ network begin when the rank comes to them and go on behind what it does next. So
     forward of a layer     its tiles are put together (copy), its kernel runs (forward), its parts add up (sum)
     backward of a layer    what came back is put together (copy), the input's gradient is found and set out (move) while
                            the parameters' gradient is found; where nothing has to travel both are found at once
-    gradients              are summed in buckets as soon as a bucket is full, behind backward
+    gradients              are summed in buckets as soon as a bucket is full, behind backward; where factors travel in
+                           the place of a sum, the weight gradient is found from those of all ranks behind backward
+    cut optimizer state    new rows of weights set out when the step begins and are there when a layer reads them; a
+                           gradient sets out to the owners of its rows when it is found (moves)
     the optimizer          steps when every sum is done (update)
 
 Work is a kernel or bytes, never seconds: the simulator plays the list on any devices and links. `push`, `fetch`,
@@ -22,6 +25,8 @@ from functools import cached_property
 from typing import Literal
 
 from shoal.graph import State
+from shoal.lowering.factors import Factors, factorable
+from shoal.lowering.owners import FROM_OWNERS, TO_OWNERS, OptimizerState, cut_homes
 from shoal.lowering.placement import Placed, sharers
 from shoal.lowering.program import Compute, Fetch, Program, Settle, first_uses
 from shoal.lowering.step_traffic import GRADIENTS, SUMMED_BYTES, Bucket, fill_buckets
@@ -43,6 +48,8 @@ class Kernel:
     placed: Placed
     of: int = 1
     """Into how many tasks of about the same work the layer's pass is divided."""
+    over: frozenset[str] = frozenset()
+    """Letters of the layer's cut along which a part is whole all the same: it works on the rows of all its group."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,27 @@ class Summed:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """What ranks of a group send each other, each what it has to all others; all groups at the same time."""
+
+    groups: tuple[tuple[int, ...], ...]
+    by_rank: tuple[int, ...]
+    """Bytes that a rank sends to each of the others."""
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        """By group, the most that one of its ranks sends to each of the others."""
+        return tuple(max(self.by_rank[rank] for rank in group) for group in self.groups)
+
+
+@dataclass(frozen=True)
 class Bytes:
     """Bytes of parameters that each rank steps over."""
 
     by_rank: tuple[int, ...]
 
 
-Work = Kernel | Moved | Summed | Bytes
+Work = Kernel | Moved | Summed | Gathered | Bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class Task:
     waits: bool = False
     """Of a task of the network: whether its ranks do nothing else until it is done."""
     states: tuple[str, ...] = ()
-    """Of a sum of gradients: the parameters."""
+    """Of a sum of gradients, of what is sent in its place, or a move of rows: the parameters."""
 
     @property
     def resource(self) -> Resource:
@@ -115,6 +136,9 @@ class StepOptions:
     bucket_bytes: int
     local_statistics: bool = False
     recompute: bool = False
+    factors: frozenset[str] = frozenset()
+    """Weights whose gradients are found from factors."""
+    optimizer_state: OptimizerState = "whole"
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,8 @@ class Tasks:
     """The states that learn, in the order in which backward finishes them."""
     flowing: frozenset[str]
     """Values that have a gradient."""
+    homes: Mapping[str, Layout] = field(default_factory=dict)
+    """Where the states live, which the optimizer steps over."""
 
     @property
     def ranks(self) -> int:
@@ -163,13 +189,26 @@ class _Lister:
     """The same of gradients on their way back to where a value was made, with whose traffic they are."""
     later: list[Task] = field(default_factory=list)
     """What backward of a layer leaves until its input's gradient is on its way."""
+    arriving: dict[str, int] = field(default_factory=dict)
+    """Of every state whose rows come from their owners, the task that moves them."""
 
     def list(self) -> Tasks:
-        program = self.program
+        program, options = self.program, self.options
+        cut = options.optimizer_state == "cut"
+        self.homes = cut_homes(program.states, self.trainable) if cut else program.states
         pieces = program.segments if self.options.recompute else (range(len(program.instructions)),)
         self.flowing = program.needing_grad(frozenset(self.trainable), frozenset())
         self.links, self.goes_on = program.links_within(pieces)
+        wanted = self.options.factors & frozenset(self.trainable)
+        self.factors = (
+            {weight: own for weight, own in factorable(program, self.homes).items() if weight in wanted}
+            if wanted
+            else {}
+        )
         self.sums = _GradientSums(self)
+        for name in program.states:
+            if (work := self.owned(name)) is not None:
+                self.arriving[name] = self._move(FROM_OWNERS, work, states=(name,))
         for piece in pieces:
             self._forward(piece)
         for piece in reversed(pieces):
@@ -178,8 +217,18 @@ class _Lister:
             for key in list(self.fetched):
                 self._assemble(key)
             self._backward(piece)
+        self._products()
         self._update()
-        return Tasks(program, self.options, tuple(self.tasks), self.trainable, self.flowing)
+        return Tasks(program, self.options, tuple(self.tasks), self.trainable, self.flowing, self.homes)
+
+    def owned(self, name: str, *, back: bool = False) -> Moved | None:
+        """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
+        pairs = list(zip(self.homes[name], self.program.states[name], strict=True))
+        if all(home == use for home, use in pairs):
+            return None
+        have = tuple(None if home == use else home for home, use in pairs)
+        need = tuple(None if home == use else use for home, use in pairs)
+        return Moved(have, need, False, self.options.itemsize[name], back)
 
     # Forward
 
@@ -192,7 +241,9 @@ class _Lister:
                 case Compute(placed=placed, sources=sources):
                     for key in dict.fromkeys(sources.values()):
                         self._assemble(key)
-                    self._compute("forward", placed)
+                    states = [ref.name for _, ref in placed.layer.tensors if isinstance(ref, State)]
+                    after = tuple(self.arriving[name] for name in states if name in self.arriving)
+                    self._compute("forward", placed, after=after)
                     self._layer_sums(placed, back=False)
                 case Settle() as settle:
                     work = self._moved(settle)
@@ -266,14 +317,20 @@ class _Lister:
         if layer.name not in self.flowing:
             return
         to_input = any(read in self.flowing for read in layer.reads)
-        learns = any(isinstance(ref, State) and ref.name in self.sums.states for _, ref in layer.tensors)
-        if not to_input:
+        learning = [ref.name for _, ref in layer.tensors if isinstance(ref, State) and ref.name in self.sums.states]
+        learns, later = bool(learning), alone and self._sends(compute)
+        if any(name in self.factors for name in learning):
+            if to_input:
+                self._compute("input gradient", placed, of=2)
+            if len(learning) > 1:  # of the bias: one addition where the others multiply and add for every input
+                self._compute("weight gradient", placed, of=4 * placed.op.shapes["weight"][1], later=later)
+        elif not to_input:
             self._compute("weight gradient", placed)
         elif not (learns and placed.rule.apart):
             self._compute("input gradient", placed)
         else:
             self._compute("input gradient", placed, of=2)
-            self._compute("weight gradient", placed, of=2, later=alone and self._sends(compute))
+            self._compute("weight gradient", placed, of=2, later=later)
         self._layer_sums(placed, back=True)
 
     def _sends(self, compute: Compute) -> bool:
@@ -284,23 +341,39 @@ class _Lister:
             for fetch in fetches
         )
 
+    def _products(self) -> None:
+        """The gradients of weights from the factors of all ranks, in the order in which these were sent."""
+        for index, task in enumerate(tuple(self.tasks)):
+            if isinstance(task.work, Gathered):
+                own = self.factors[task.states[0]]
+                of = 2 if any(read in self.flowing for read in own.placed.layer.reads) else 1
+                work = Kernel(own.placed, of, own.over)
+                self.tasks.append(Task("weight gradient", own.layer, task.ranks, work, after=(index,)))
+
     def _update(self) -> None:
         sizes = [0] * self.program.ranks
         for name in self.trainable:
-            for rank, box in enumerate(self.program.states[name]):
+            for rank, box in enumerate(self.homes[name]):
                 sizes[rank] += 0 if box is None else volume(box) * self.options.itemsize[name]
+        for index, task in enumerate(list(self.tasks)):
+            if task.label == TO_OWNERS:
+                assert isinstance(task.work, Moved)
+                self._copy(TO_OWNERS, task.work, index)
         sums = tuple(index for index, task in enumerate(self.tasks) if task.label == GRADIENTS)
         ranks = tuple(range(self.program.ranks))
         self.tasks.append(Task("update", "", ranks, Bytes(tuple(sizes)), after=sums))
 
     # Single tasks
 
-    def _compute(self, kind: Kind, placed: Placed, *, of: int = 1, later: bool = False) -> None:
+    def _compute(
+        self, kind: Kind, placed: Placed, *, of: int = 1, later: bool = False, after: tuple[int, ...] = ()
+    ) -> None:
         ranks = tuple(rank for rank, part in enumerate(placed.parts) if part is not None)
-        (self.later if later else self.tasks).append(Task(kind, placed.layer.name, ranks, Kernel(placed, of)))
+        task = Task(kind, placed.layer.name, ranks, Kernel(placed, of), after)
+        (self.later if later else self.tasks).append(task)
 
-    def _move(self, label: str, work: Moved, *, waits: bool = False) -> int:
-        self.tasks.append(Task("move", label, work.ranks, work, waits=waits))
+    def _move(self, label: str, work: Moved, *, waits: bool = False, states: tuple[str, ...] = ()) -> int:
+        self.tasks.append(Task("move", label, work.ranks, work, waits=waits, states=states))
         return len(self.tasks) - 1
 
     def _copy(self, label: str, work: Moved, move: int | None) -> None:
@@ -337,19 +410,29 @@ def _sum_task(label: str, sizes: Mapping[tuple[int, ...], int], *, waits: bool, 
     return Task("sum", label, ranks, work, waits=waits, states=tuple(states))
 
 
+def _gather_task(factors: Factors, itemsize: int) -> Task:
+    groups = tuple(dict.fromkeys(group for group in factors.groups if group))
+    sizes = tuple(factors.elements(rank) * itemsize for rank in range(len(factors.groups)))
+    ranks = tuple(sorted(rank for group in groups for rank in group))
+    return Task("sum", GRADIENTS, ranks, Gathered(groups, sizes), states=(factors.weight,))
+
+
 class _GradientSums:
-    """The buckets of all ranks: which sums begin when backward of a layer is done."""
+    """The buckets of all ranks, and moves to owners: which of them begin when backward of a layer is done."""
 
     def __init__(self, lister: _Lister) -> None:
         program, options = lister.program, lister.options
         self.states = frozenset(lister.trainable)
+        self._lister = lister
         self._finished_by: dict[str, list[str]] = {}
         for state, layer in first_uses(program).items():
             if state in self.states:
                 self._finished_by.setdefault(layer, []).append(state)
         self._sizes: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
-        for bucket in _buckets_of_all(program, options, lister.trainable):
+        summed = [name for name in lister.trainable if name not in lister.factors]
+        for bucket in _buckets_of_all(program, options, summed, lister.homes):
             self._sizes.setdefault(tuple(bucket.names), {})[bucket.ranks] = bucket.bytes
+        self._factors, self._itemsize = lister.factors, options.itemsize
         self._missing = {names: set(names) for names in self._sizes}
         self._holding: dict[str, list[tuple[str, ...]]] = {}
         for names in self._sizes:
@@ -359,17 +442,23 @@ class _GradientSums:
     def begun_by(self, layer: str) -> Iterator[Task]:
         """The sums whose last gradient is one of this layer's."""
         for state in self._finished_by.get(layer, ()):
+            if (work := self._lister.owned(state, back=True)) is not None:
+                yield Task("move", TO_OWNERS, work.ranks, work, states=(state,))
+            if state in self._factors:
+                yield _gather_task(self._factors[state], self._itemsize[state])
             for names in self._holding.get(state, ()):
                 self._missing[names].remove(state)
                 if not self._missing[names]:
                     yield _sum_task(GRADIENTS, self._sizes[names], waits=False, states=names)
 
 
-def _buckets_of_all(program: Program, options: StepOptions, trainable: Sequence[str]) -> Iterator[Bucket]:
+def _buckets_of_all(
+    program: Program, options: StepOptions, trainable: Sequence[str], homes: Mapping[str, Layout]
+) -> Iterator[Bucket]:
     """The buckets that ranks fill, each once; ranks that hold the same shards as one before fill the same."""
     held: list[list[tuple[str, tuple[int, ...], str, int]]] = [[] for _ in range(program.ranks)]
     for name in trainable:
-        for box, group in sharers(program.states[name]).items():
+        for box, group in sharers(homes[name]).items():
             size = volume(box) * options.itemsize[name]
             for rank in group:
                 held[rank].append((name, group, program.graph.states[name].dtype, size))

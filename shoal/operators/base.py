@@ -119,9 +119,9 @@ class Op:
 
     def output_box(self, part: Part) -> Box:
         """The part's rows of the output, for operators whose axes are the dims of their output."""
-        return tuple(
-            part.get(letter, Span(0, size)) for letter, size in zip(letters(len(self.out)), self.out, strict=True)
-        )
+        if "dims" not in self.worked_out:
+            self.worked_out["dims"] = list(zip(letters(len(self.out)), whole(self.out), strict=True))
+        return tuple([part.get(letter, everything) for letter, everything in self.worked_out["dims"]])
 
 
 class Peers(Protocol):
@@ -229,6 +229,8 @@ class Facts:
 
     # What it costs
 
+    outer_product = False
+    """Whether the gradient of `weight` is that of the output times `input`, both as rows, summed over all rows."""
     contracts = False
     """Whether it is a convolution or a matrix product, with a kernel like forward's for each of its gradients."""
     passes_gradient = False
@@ -260,6 +262,13 @@ class Facts:
     def work(self, op: Op, needs: Mapping[str, "Need"], written: int) -> int:
         """Floating-point operations of a part that reads `needs` and writes so many elements."""
         return 0 if self.view else written
+
+    def channels(self, op: Op, needs: Mapping[str, "Need"]) -> tuple[int, int] | None:
+        """(of its output, of its input) of a part, where each output channel is a product of all the input's.
+
+        Then its kernels are products of matrices that have channels as columns, or channels and windows.
+        """
+        return None
 
     def trains(self, arguments: Mapping[str, Any]) -> bool:
         """Whether, called so, it changes its running statistics."""

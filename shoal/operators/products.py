@@ -15,11 +15,15 @@ from shoal.partition import Box, Span, volume, whole
 class Linear(Rule):
     """linear. The last dim of the output may be cut (its own rows of the weight), and `k`: partial sums."""
 
-    apart = contracts = dense = saves_input = fresh_output = True
+    apart = contracts = dense = saves_input = fresh_output = outer_product = True
     autocast = "lower"
 
     def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
         return 2 * written * len(needs["weight"].box[1])
+
+    def channels(self, op: Op, needs: Mapping[str, Need]) -> tuple[int, int]:
+        outputs, inputs = needs["weight"].box
+        return len(outputs), len(inputs)
 
     def axes(self, op: Op) -> tuple[Axis, ...]:
         return (*op.output_axes(), Axis("k", op.shapes["weight"][1], summed=True))

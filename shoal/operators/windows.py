@@ -109,6 +109,10 @@ class Convolution(ConvolutionFacts, Windowed):
         """Every output element sums over its group's channels and the window."""
         return 2 * written * volume(needs["weight"].box[1:])
 
+    def channels(self, op: Op, needs: Mapping[str, Need]) -> tuple[int, int] | None:
+        outputs, inputs = needs["weight"].box[:2]
+        return (len(outputs), len(inputs)) if op["groups"] == 1 else None
+
     def _windows(self, op: Op) -> list[Window]:
         sizes, kernels = op.shapes["input"][2:], op.shapes["weight"][2:]
         strides, dilations = per_dim(op["stride"], len(sizes)), per_dim(op["dilation"], len(sizes))
@@ -165,6 +169,10 @@ class TransposedConvolution(ConvolutionFacts, Rule):
     def work(self, op: Op, needs: Mapping[str, Need], written: int) -> int:
         """Every input element is spread over its group's filters and the window."""
         return 2 * volume(needs["input"].box) * volume(needs["weight"].box[1:])
+
+    def channels(self, op: Op, needs: Mapping[str, Need]) -> tuple[int, int] | None:
+        inputs, outputs = needs["weight"].box[:2]
+        return (len(outputs), len(inputs)) if op["groups"] == 1 else None
 
     def _rows(self, op: Op, dim: int, out: Span) -> Span:
         """Input rows that reach output rows along spatial dim `dim`."""

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch.nn.functional as F
 
 from shoal import zoo
-from shoal.cluster import Cluster, Efficiency
+from shoal.cluster import Cluster, Efficiency, Tile
 from shoal.execution.laying import Captured, capture_modes
 from shoal.finding.auto import cost_model
 from shoal.operators.registry import axes_of
@@ -26,7 +26,7 @@ from shoal.profiling.measured import Analytic
 from shoal.simulating.durations import Durations, sent_bytes
 from shoal.simulating.what_if import Change
 
-EFFICIENCY = Efficiency(peak_fraction=0.7, half=2e8, launch=5e-6)
+EFFICIENCY = Efficiency(peak_fraction=0.7, half=2e8, launch=5e-6, tile=Tile(rows=128, columns=32))
 """Of every paper's devices: that of the preset p100-4x4, so that none is fitted to its paper."""
 LAYER_WISE = "layer-wise"
 
@@ -83,7 +83,7 @@ class Steps:
 
     def _model(self, step: Step) -> CostModel:
         model = cost_model(self._capture(step), Analytic(cluster_of(step)), step.ranks, batch_norm="local")
-        return replace(model, assumed=Assumed(step.way.servers, step.way.one_by_one))
+        return replace(model, assumed=Assumed(step.way.servers, step.way.one_by_one), factors="never")
 
     def _played(self, step: Step) -> Outcome:
         model = self._model(step)
@@ -147,7 +147,7 @@ def _equal_cuts(stage: Stage) -> Stage:
 
 def _outcome(model: CostModel, step: Step, seconds: float, cuts: Mapping[str, Cut]) -> Outcome:
     tasks = tasks_of(model, cuts)
-    durations = Durations(tasks, model.speeds, model.kernels)
+    durations = Durations(tasks, model.speeds, model.kernels, model.adding)
     kernels: dict[str, float] = {}
     for task in tasks.tasks:
         if task.kind in ("forward", "input gradient", "weight gradient"):

@@ -34,6 +34,8 @@ from shoal.transport.one_host import HostGroup, How, Missing, Reduction
 
 BUCKET_LIMITS = (256 << 10, 25 << 20)
 """Smallest and largest bucket of gradients, in bytes."""
+SUMMED_TO_MEASURE = (4 << 10, 4 << 20)
+"""Bytes of a small and a large sum by which a link is judged."""
 PAIR_BYTES = 64 << 10
 """Largest tensor that two ranks sum by sending it to each other."""
 PAIR_TAG = 1 << 30
@@ -42,6 +44,8 @@ NETWORK_TAGS = (21, 1 << 9)
 """Bits of the tags of one network; and how many networks on the same ranks have tags of their own."""
 EVERYONE = "everyone"
 """The purpose of the group of all ranks: moves, and what ranks tell each other."""
+BACKGROUND = "background"
+"""The purpose of another group of all ranks, for large moves that must not delay others."""
 _GLOO: dict[How, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 ROW = 8
 """Numbers in a header: what is called, and what goes with it."""
@@ -126,6 +130,8 @@ class Transport:
         """Where small tensors of our own must lie to be sent."""
         self._met: tuple[Circle, int] | None = None
         """The circle that this transport belongs to, and its number there."""
+        self._measured: Sequence[tuple[float, float]] | None = None
+        """What some sums took, by rank."""
         self._unread: Callable[[], None] | None = None
         """Reads the header that was begun and not read yet, if there is one."""
 
@@ -156,7 +162,7 @@ class Transport:
         self.read_header()
         circle = self._circle()[0]
         try:
-            return circle.group(purpose, ranks, sums=purpose != EVERYONE)
+            return circle.group(purpose, ranks, sums=purpose not in (EVERYONE, BACKGROUND))
         except RuntimeError as error:
             raise self.told(error, ranks, f"connections for {purpose}") from None
 
@@ -231,18 +237,33 @@ class Transport:
         self._count(ring_bytes(tensor.nbytes, len(ranks), ranks.index(self.rank)), 1, label)
 
     def begin_moves(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        purpose: str = EVERYONE,
+        kind: Kind = "move",
     ) -> Sequence[Waitable]:
-        """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for."""
-        works = self._begin(sends, receives, tag, "move")
+        """Start to send and receive whole contiguous tensors, which must stay as they are until all is waited for.
+
+        `purpose`: of a group of all ranks that was made, whose messages do not wait for those of other groups. They
+        count under `label`; where steps are recorded they are noted as of this `kind`.
+        """
+        works = self._begin(sends, receives, tag, kind, purpose)
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
         return works
 
     def _begin(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int, kind: Kind
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tag: int,
+        kind: Kind,
+        purpose: str = EVERYONE,
     ) -> list[_Awaited]:
-        everyone, label, works, peer = self._everyone(), self.label, [], self.rank
+        everyone, label, works, peer = self._group(purpose, tuple(range(self.world))), self.label, [], self.rank
         bits, networks = NETWORK_TAGS
         tag += self._network() % networks << bits
         notes = iter(self._notes(sends, receives, tag, kind)) if self.diary is not None else repeat(None)
@@ -507,21 +528,32 @@ class Transport:
 
         Measured on six small sums, some ten milliseconds; the ranks agree on the slowest's.
         """
-        if self.world == 1:
+        measured = self.measured_sums()
+        if measured is None:
             return BUCKET_LIMITS[1]
+        small, large = SUMMED_TO_MEASURE
+        wanted = max(10 * latency * (large - small) / max(seconds - latency, 1e-9) for latency, seconds in measured)
+        return int(min(max(wanted, BUCKET_LIMITS[0]), BUCKET_LIMITS[1]))
+
+    def measured_sums(self) -> Sequence[tuple[float, float]] | None:
+        """By rank: seconds of the sums over all ranks that `SUMMED_TO_MEASURE` tells. Measured once; a collective.
+
+        None where there is no link.
+        """
+        if self.world == 1 or self._measured is not None:
+            return self._measured
         everyone = tuple(range(self.world))
         self.make_groups([("measure", everyone)])
         seconds = []
-        for size in (1 << 10, 1 << 20):
-            tensor, times = torch.zeros(size, device=self._device), []
+        for size in SUMMED_TO_MEASURE:
+            tensor, times = torch.zeros(size // 4, dtype=torch.float32, device=self._device), []
             for _ in range(3):
                 start = time.perf_counter()
                 self._reduce_later(tensor, everyone, "measure", "measure", "sum").wait()
                 times.append(time.perf_counter() - start)
             seconds.append(min(times))
-        latency, per_byte = seconds[0], max(seconds[1] - seconds[0], 1e-9) / (4 << 20)
-        wanted = max(row[0] for row in self.gather_numbers([10 * latency / per_byte]))
-        return int(min(max(wanted, BUCKET_LIMITS[0]), BUCKET_LIMITS[1]))
+        self._measured = [(row[0], row[1]) for row in self.gather_numbers(seconds)]
+        return self._measured
 
 
 def _real(tensor: Tensor) -> Tensor:

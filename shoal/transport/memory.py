@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.timeline import Kind
-from shoal.transport.base import Transport, Waitable
+from shoal.transport.base import EVERYONE, Transport, Waitable
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -81,18 +81,24 @@ class MemoryTransport(Transport):
         raise self._silent([src], self.label, PATIENCE)
 
     def begin_moves(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        purpose: str = EVERYONE,
+        kind: Kind = "move",
     ) -> Sequence[Waitable]:
         """Leave copies in mailboxes; what others left is collected at the wait."""
         self.read_header()
         for dst, tensor in sends:
-            self._send(tensor, dst, tag)
+            self._send(tensor, dst, (purpose, tag))
         if sends:
             self._count(sum(tensor.nbytes for _, tensor in sends), len(sends), self.label)
 
         def collect() -> None:
             for src, buffer in receives:
-                buffer.copy_(self._receive(src, tag))
+                buffer.copy_(self._receive(src, (purpose, tag)))
 
         return [_Collect(collect)]
 
@@ -162,6 +168,10 @@ class MemoryTransport(Transport):
     def good_bucket_bytes(self) -> int:
         """There is no link to measure."""
         return 1 << 20
+
+    def measured_sums(self) -> None:
+        """Nor here."""
+        return
 
 
 def run_ranks(world: int, work: Callable[[Transport], T]) -> list[T]:

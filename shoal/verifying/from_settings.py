@@ -11,6 +11,7 @@ from shoal.config import VerifyConfig
 from shoal.errors import ConfigError
 from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
+from shoal.plan import factors_option
 from shoal.verdict import Verdict
 from shoal.verifying.verify import OnProgress, try_out, verify
 
@@ -75,6 +76,7 @@ def on_rank(config: VerifyConfig, progress: OnProgress | None) -> Verdict:
         seed=config.seed,
         batch_norm=config.batch_norm,
         recompute=config.recompute,
+        factors=factors_option(config.factors),
         name=config.model,
         progress=progress,
     )

@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from shoal.graph import LayerGraph
 from shoal.launching import run
 from shoal.operators.registry import facts_of
 from shoal.partition import Cut
-from shoal.plan import Plan
+from shoal.plan import FactorsOption, Plan, factors_option
 from shoal.result import versions
 from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
@@ -56,6 +56,7 @@ class _Settings:
     seed: int
     batch_norm: Literal["exact", "local"]
     recompute: bool
+    factors: FactorsOption
     name: str
     progress: OnProgress
 
@@ -74,6 +75,7 @@ def verify(
     workers: int | None = None,
     batch_norm: Literal["exact", "local"] = "exact",
     recompute: bool = False,
+    factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
     name: str | None = None,
     threads: int = 1,
     timeout: float = 120.0,
@@ -109,6 +111,7 @@ def verify(
         seed=seed,
         batch_norm=batch_norm,
         recompute=recompute,
+        factors=factors_option(factors),
         name=name or type(model).__name__,
         progress=progress or _silent,
     )
@@ -217,7 +220,15 @@ class _Subject:
 
     def lay(self, captured: Captured, plan: str | Path | Plan, transport: Transport) -> ParallelModule:
         how = self.settings
-        return lay(captured, plan, transport, batch_norm=how.batch_norm, seed=how.seed, recompute=how.recompute)
+        return lay(
+            captured,
+            plan,
+            transport,
+            batch_norm=how.batch_norm,
+            seed=how.seed,
+            recompute=how.recompute,
+            factors=how.factors,
+        )
 
     def on_one_rank(
         self, reference: OneDevice, captured: Captured | None = None, *, steps: int = 0

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from shoal.execution.laying import Captured, capture_modes, lay
+from shoal.lowering import owners
+from shoal.lowering.owners import OptimizerState
 from shoal.traffic import Sent
 from shoal.transport import Transport
 from shoal.verifying.compare import compare
@@ -55,6 +58,7 @@ def compare_plan(
     shares: tuple[int, ...] | None = None,
     rate: float = 0.05,
     recompute: bool = False,
+    optimizer_state: OptimizerState = "whole",
 ) -> dict[str, Any]:
     """Lay the network under a plan on this world, train it, and compare. Returns the largest difference.
 
@@ -63,7 +67,8 @@ def compare_plan(
     captured, one = subject(build, tuple(sorted(arguments.items())), shape, classes, rate)
     transport = Transport()
     cuts = plan(captured, transport.world) if callable(plan) else plan
-    model = lay(captured, cuts, transport, io=io, recompute=recompute)
+    with patch.object(owners, "LEAST_ELEMENTS", 1):  # if the state is cut, that of small parameters too
+        model = lay(captured, cuts, transport, io=io, recompute=recompute, optimizer_state=optimizer_state)
     found, sent = compare(one, model, transport, io=io, shares=shares, steps=None if steps == STEPS else 0)
     if shares is None:
         expected = model.predicted(input_grad=True)

@@ -45,6 +45,14 @@ def test_random_networks(
     on_ranks(world, compare_plan, random_net, arguments, (samples, 2, height, width), 5, randomly(seed), io="whole")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_with_the_optimizers_state_cut(on_ranks: RunOnRanks, seed: int) -> None:
+    blocks = (("conv", 5, 3, 1, 1), ("bn", 5, 3, 1, 1), ("residual", 4, 3, 1, 1), ("grouped", 4, 3, 2, 2))
+    arguments, shape = {"blocks": blocks, "head": "dense"}, (4, 2, 9, 11)
+    cut = {"optimizer_state": "cut", "recompute": seed % 2 == 1}
+    on_ranks(4, compare_plan, random_net, arguments, shape, 5, randomly(seed), io="whole", **cut)
+
+
 def volume_net(**options: Any) -> Any:
     return zoo.build("unet", options=options)
 
