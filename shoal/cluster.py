@@ -7,6 +7,7 @@ Ranks are numbered so that neighbours in number are neighbours in the cluster: a
 from collections.abc import Hashable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -49,8 +50,29 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class Tile(_Frozen):
+    """What a device's kernels compute of a product's result at a time; edges are padded to it."""
+
+    rows: int = Field(gt=0, strict=True)
+    columns: int = Field(gt=0, strict=True)
+
+    def filled(self, rows: float, columns: float) -> float:
+        """The fraction of the computed result that is wanted, of a result of this size, whichever way the tile lies.
+
+        >>> Tile(rows=128, columns=32).filled(1000, 16)
+        0.48828125
+        """
+        return max(
+            rows / (ceil(rows / tall) * tall) * columns / (ceil(columns / wide) * wide)
+            for tall, wide in ((self.rows, self.columns), (self.columns, self.rows))
+        )
+
+
 class Efficiency(_Frozen):
-    """How much of its peak a device reaches: `peak_fraction * flops / (flops + half)`."""
+    """How much of its peak a device reaches: `peak_fraction * flops / (computed + half)`.
+
+    Computed are `flops`, and what tiles are padded with.
+    """
 
     peak_fraction: float = Field(gt=0, le=1)
     """What large convolutions and products reach, as a fraction of the peak."""
@@ -58,10 +80,16 @@ class Efficiency(_Frozen):
     """FLOPs at which such a kernel reaches half of that."""
     launch: Duration
     """Seconds that every kernel costs, however small."""
+    tile: Tile | None = None
+    """Unless given, narrow and short products are as efficient as others of their work."""
 
-    def fraction(self, flops: float) -> float:
-        """The fraction of its peak that a kernel of so many FLOPs reaches; `flops` is above 0."""
-        return self.peak_fraction * flops / (flops + self.half)
+    def fraction(self, flops: float, result: tuple[float, float] | None = None) -> float:
+        """The fraction of its peak that a kernel of so many FLOPs reaches; `flops` is above 0.
+
+        `result`: rows and columns of what it computes, where it is a product of two matrices.
+        """
+        filled = 1.0 if result is None or self.tile is None else self.tile.filled(*result)
+        return self.peak_fraction * flops / (flops / filled + self.half)
 
 
 class Device(_Frozen):
@@ -97,6 +125,8 @@ class Level(_Frozen):
     """Seconds of a sum of nothing over the ranks of one group, where that is not one latency per message of a ring."""
     wait: Duration = 0.0
     """Seconds that ranks lose, beyond the latency, when they meet in the middle of computing: one is always later."""
+    skew: float = Field(default=0.0, ge=0)
+    """Seconds more that they lose then, per second that they computed since they last met."""
     contention: float = Field(default=0.0, ge=0)
     """Seconds that computing loses to a sum in the background, per second that the sum takes alone; above 0 where
     processors carry messages."""
@@ -287,6 +317,7 @@ def _explain(detail: ErrorDetails, source: str) -> InputError:
             known: dict[str | int, type[BaseModel]] = {
                 "device": Device,
                 "efficiency": Efficiency,
+                "tile": Tile,
                 "levels": Level,
                 "churn": Comings,
             }

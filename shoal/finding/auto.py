@@ -1,8 +1,7 @@
 """`plan="auto"`: profile what is not known yet, search, race the best few, remember the winner."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -12,11 +11,13 @@ from shoal.cluster import Cluster
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.execution.loss import Loss
 from shoal.finding import cache
+from shoal.finding.corrected import corrected_cluster, shown
 from shoal.finding.race import Finish, race, time_steps
 from shoal.graph import fingerprint
 from shoal.lowering.boundary import IO, Boundary
+from shoal.lowering.owners import OptimizerState
 from shoal.partition import Cut
-from shoal.plan import Plan
+from shoal.plan import FactorsOption, Plan, factors_option, planned_factors
 from shoal.planning.costs import CostModel, flowing_values
 from shoal.planning.fewer import find_on_some
 from shoal.planning.find import SearchResult, find, pinned_layers
@@ -24,11 +25,12 @@ from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import stages_of
 from shoal.planning.strategies import AUTO
+from shoal.profiling.in_step import Noted
 from shoal.profiling.links import here, host_of_this_process
 from shoal.profiling.measured import Analytic, Measured, UnmeasuredError
 from shoal.profiling.profile import OnMeasured, profile, tiles_to_time
 from shoal.simulating.speeds import Speeds
-from shoal.timings import Timings
+from shoal.timings import InStep, Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
 
@@ -47,6 +49,8 @@ class Chosen:
     """The search; None where the winner was remembered."""
     race: tuple[Finish, ...]
     """Measured steps, fastest first; empty where there was no race."""
+    entrants: Mapping[str, Plan]
+    """The plans that ran, by name; empty where there was no race now."""
     remembered: bool
 
 
@@ -58,12 +62,14 @@ def cost_model(
     io: IO = "tile",
     batch_norm: Literal["exact", "local"] = "exact",
     optimizer_slots: int = 1,
+    optimizer_state: OptimizerState = "whole",
     bucket_bytes: int | None = None,
+    factors: FactorsOption = "auto",
 ) -> CostModel:
     """The cost model of a captured network's training step. Measured speeds are taken as they are for this network."""
     if isinstance(speeds, Measured):
-        factor = speeds.timings.in_situ.get(fingerprint(captured.graphs[True]), 1.0)
-        speeds = replace(speeds, dtype=dtype_name(captured), in_situ=factor)
+        seen = speeds.timings.in_step.get(fingerprint(captured.graphs[True]), InStep())
+        speeds = replace(speeds, dtype=dtype_name(captured), in_step=seen)
     parameters = [t for t in captured.states.values() if t.is_floating_point()]
     return CostModel(
         graph=captured.graphs[True],
@@ -72,9 +78,11 @@ def cost_model(
         boundary=Boundary(io, ranks),
         itemsize=parameters[0].element_size() if parameters else 4,
         optimizer_slots=optimizer_slots,
+        optimizer_state=optimizer_state,
         local_statistics=batch_norm == "local",
         bucket_bytes=bucket_bytes or 1 << 20,
         losses=gives_losses(captured),
+        factors=factors,
     )
 
 
@@ -95,12 +103,13 @@ def find_plan(
     memory: int | None = None,
     pins: Mapping[str, str | Cut] | None = None,
     io: IO = "tile",
+    factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
 ) -> SearchResult:
     """The best plan for `ranks` devices of a described cluster, from its data sheet: nothing is measured or started.
 
     Without `ranks` their number is a choice: the plan is for as many of the cluster's as make the step shortest.
 
-    `example`, `loss` and `target` are as for `parallelize`.
+    `example`, `loss`, `target` and `factors` are as for `parallelize`.
 
     `memory`: bytes that a rank may hold at most; the device's own unless given.
 
@@ -112,7 +121,14 @@ def find_plan(
     limit = memory or described.device.memory
 
     def on(some: int) -> CostModel:
-        return cost_model(captured, Analytic(described.first(some)), some, io=io, batch_norm=batch_norm)
+        return cost_model(
+            captured,
+            Analytic(described.first(some)),
+            some,
+            io=io,
+            batch_norm=batch_norm,
+            factors=factors_option(factors),
+        )
 
     if ranks is None:
         return find_on_some(on, described.ranks, pins=parse_pins(pins), memory=limit)
@@ -142,10 +158,10 @@ def measured_speeds(
     flowing = flowing_values(graph)
     timings = profile(stages, flowing, transport, captured.device, dtype=dtype, known=known, progress=progress)
     network = fingerprint(graph)
-    if network not in timings.in_situ:
+    if network not in timings.in_step:
         progress(0, 1, "some real steps")
-        factor = _in_situ(captured, transport, timings)
-        timings = replace(timings, in_situ={**timings.in_situ, network: factor})
+        seen = _in_step(captured, transport, timings)
+        timings = replace(timings, in_step={**timings.in_step, network: seen})
     if transport.rank == 0:
         cache.save_timings(key, timings)
     return timings
@@ -158,26 +174,36 @@ def timings_about(captured: Captured, ranks: int, timings: Timings) -> Timings:
     return timings.only({tile[0] for tile in tiles}, {fingerprint(graph)})
 
 
-def _in_situ(captured: Captured, transport: Transport, timings: Timings) -> float:
-    """How many times longer kernels take in a real step than alone: caches, memory that comes and goes.
+def _in_step(captured: Captured, transport: Transport, timings: Timings) -> InStep:
+    """What layers take in real steps: of the plan `data`, in which ranks exchange nothing meanwhile.
 
-    Measured on steps of the plan `data` in which ranks exchange nothing, their mean; 1 where a rank would have no
-    sample.
+    Nothing where a rank would have no sample.
     """
-    graph = captured.graphs[True]
-    if graph.batch < transport.world:
-        return 1.0
-    laid = lay(captured, "data", transport, io="tile", batch_norm="local", seed=0, bucket_bytes=1 << 20)
+    if captured.graphs[True].batch < transport.world:
+        return InStep()
+    laid = lay(
+        captured, "data", transport, io="tile", batch_norm="local", seed=0, bucket_bytes=1 << 20, factors="never"
+    )
     with laid.no_sync():
-        taken = median(time_steps(laid, captured, transport, slowest=False))
-    return in_situ_factor(captured, timings, transport.world, taken)
+        steps = time_steps(laid, captured, transport)
+    return in_step_of(captured, transport, timings, [("data", steps.noted())])
 
 
-def in_situ_factor(captured: Captured, timings: Timings, ranks: int, taken: float) -> float:
-    """How many times longer kernels take in a real step than alone, from a step of `data` without any exchange."""
-    model = cost_model(captured, Measured(replace(timings, in_situ={})), ranks, batch_norm="local")
-    alone = price(model, resolve("data", captured.graphs[True], ranks).cuts, "data")
-    return max(0.5, (taken - alone.update - timings.step_overhead) / max(alone.compute, 1e-9))
+def in_step_of(
+    captured: Captured, transport: Transport, timings: Timings, ran: Sequence[tuple[Plan | str, Noted]]
+) -> InStep:
+    """What real steps of some plans say, from what every rank noted of them. A collective.
+
+    A plan ran with factors for the layers that it names; one that is but a name, with sums alone.
+    """
+    everyone = transport.gather_objects([noted for _, noted in ran])
+    alone = cost_model(captured, Measured(replace(timings, in_step={})), transport.world, batch_norm="local")
+    graph = captured.graphs[True]
+    raced = [
+        (resolve(plan, graph, transport.world).cuts, factors_that_ran(plan), [of_rank[number] for of_rank in everyone])
+        for number, (plan, _) in enumerate(ran)
+    ]
+    return shown(alone, dtype_name(captured), raced)
 
 
 def _machine_key(transport: Transport, device: torch.device) -> str:
@@ -197,6 +223,7 @@ def choose_plan(
     pins: Mapping[str, Cut] | None = None,
     racing: bool = True,
     fresh: bool = False,
+    factors: FactorsOption = "auto",
     optimizer_slots: int = 1,
     progress: OnMeasured = lambda *_: None,
 ) -> Chosen:
@@ -206,35 +233,101 @@ def choose_plan(
     was measured and found before. A pin that matches no layer and a memory that no plan keeps to are a `PlanError` on
     all ranks.
     """
+    machine = _machine_key(transport, captured.device)
     key = cache.fingerprint(
-        _machine_key(transport, captured.device), fingerprint(captured.graphs[True]), transport.world, io,
-        batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes,
+        machine, fingerprint(captured.graphs[True]), transport.world, io,
+        batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes, factors,
     )  # fmt: skip
     before = cache.load_choice(key) if transport.rank == 0 and not fresh else None
     before = transport.gather_objects(before)[0]
     if before is not None:
         plan, about = before
         finishes = tuple(Finish(name, seconds) for name, seconds in about.get("race", {}).items())
-        return Chosen(plan, None, finishes, remembered=True)
+        return Chosen(plan, None, finishes, {}, remembered=True)
     timings = measured_speeds(captured, transport, pins=pins, progress=progress, fresh=fresh)
     progress(0, 1, "searching")
-    model = cost_model(
-        captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
-        optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes,
-    )  # fmt: skip
-    searched = agree(transport, lambda: find(model, pins=pins, memory=memory) if transport.rank == 0 else None)
-    search: SearchResult = transport.gather_objects(searched)[0]
-    finishes = ()
-    plan = search.plan
-    if racing and transport.world > 1:
-        entrants = racers(search, memory)
-        finishes = tuple(
-            race(entrants, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes, progress=progress)
-        )
-        plan = entrants[finishes[0].name]
+
+    def by(timings: Timings) -> CostModel:
+        return cost_model(
+            captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
+            optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes, factors=factors,
+        )  # fmt: skip
+
+    def searched(timings: Timings) -> SearchResult:
+        found = agree(transport, lambda: find(by(timings), pins=pins, memory=memory) if transport.rank == 0 else None)
+        first: SearchResult = transport.gather_objects(found)[0]
+        return first
+
+    def run(plans: Mapping[str, Plan]) -> tuple[list[Finish], dict[str, Noted]]:
+        return race(plans, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes, progress=progress)
+
+    search = searched(timings)
+    if not racing or transport.world == 1:
+        if transport.rank == 0:
+            cache.save_choice(key, search.plan, {"race": {}})
+        return Chosen(search.plan, search, (), {}, remembered=False)
+    entrants = racers(search, memory)
+    finishes_first, notes = run(entrants)
+    progress(0, 1, "searching again")
+    timings = _corrected(captured, transport, timings, by, entrants, finishes_first, notes)
     if transport.rank == 0:
-        cache.save_choice(key, plan, {"race": {finish.name: finish.seconds for finish in finishes}})
-    return Chosen(plan, search, finishes, remembered=False)
+        cache.save_timings(machine, timings)
+    search = searched(timings)
+    times = {finish.name: finish.seconds for finish in finishes_first}
+    more = newcomers(search, entrants, memory)
+    if more:
+        winner = finishes_first[0].name
+        second, _ = run({winner: entrants[winner], **more})
+        times |= {finish.name: finish.seconds for finish in second}
+        entrants = {**entrants, **more}
+        best = second[0].name
+    else:
+        best = finishes_first[0].name
+    plan = entrants[best]
+    ordered = sorted(times.items(), key=lambda item: (item[0] != best, item[1]))
+    if transport.rank == 0:
+        cache.save_choice(key, plan, {"race": dict(ordered)})
+    finishes = tuple(Finish(name, seconds) for name, seconds in ordered)
+    return Chosen(plan, search, finishes, entrants, remembered=False)
+
+
+def _corrected(
+    captured: Captured,
+    transport: Transport,
+    timings: Timings,
+    by: Callable[[Timings], CostModel],
+    entrants: Mapping[str, Plan],
+    finishes: Sequence[Finish],
+    notes: Mapping[str, Noted],
+) -> Timings:
+    """Timings as a race showed them: first its kernels, then links, which must explain what is left. A collective."""
+    network = fingerprint(captured.graphs[True])
+    ran = in_step_of(captured, transport, timings, [(entrants[name], notes[name]) for name in entrants])
+    before = timings.in_step.get(network, InStep())
+    seen = replace(before, factors={**before.factors, **ran.factors}) if before.factors else ran
+    timings = replace(timings, in_step={**timings.in_step, network: seen})
+    cluster = timings.cluster
+    if transport.rank == 0:
+        ran_plans = [entrants[finish.name] for finish in finishes]
+        plans = [(dict(plan.layers), factors_that_ran(plan)) for plan in ran_plans]
+        cluster = corrected_cluster(by(timings), plans, [finish.seconds for finish in finishes])
+    return replace(timings, cluster=transport.gather_objects(cluster)[0])
+
+
+def factors_that_ran(plan: Plan | str) -> FactorsOption:
+    """The layers that a plan names: with others nothing was found from factors."""
+    named = planned_factors(plan)
+    return "never" if named == "auto" else named
+
+
+def newcomers(search: SearchResult, raced: Mapping[str, Plan], memory: int | None) -> dict[str, Plan]:
+    """Optima of a search after a race that did not run in it, by names of their own."""
+    before = {plan.layers for plan in raced.values()}
+    fresh = [
+        plan for name, plan in racers(search, memory).items() if name.startswith(AUTO) and plan.layers not in before
+    ]
+    named = {f"again-{number}" if number > 1 else "again": plan for number, plan in enumerate(fresh, start=1)}
+    return {name: replace(plan, name=name) for name, plan in named.items()}
 
 
 def price_from_cache(
@@ -246,6 +339,7 @@ def price_from_cache(
     io: IO,
     batch_norm: Literal["exact", "local"],
     bucket_bytes: int | None,
+    factors: FactorsOption,
 ) -> Price | None:
     """What a plan is predicted to cost here; None where this network was not profiled on this machine before.
 
@@ -255,10 +349,16 @@ def price_from_cache(
 
     def priced() -> Price | None:
         timings = cache.load_timings(key) if transport.rank == 0 else None
-        if timings is None or fingerprint(captured.graphs[True]) not in timings.in_situ:
+        if timings is None or fingerprint(captured.graphs[True]) not in timings.in_step:
             return None
         model = cost_model(
-            captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes
+            captured,
+            Measured(timings),
+            transport.world,
+            io=io,
+            batch_norm=batch_norm,
+            bucket_bytes=bucket_bytes,
+            factors=factors,
         )
         try:
             return price(model, cuts, name, trace=True)
@@ -283,12 +383,10 @@ def racers(search: SearchResult, memory: int | None) -> dict[str, Plan]:
     for number, candidate in enumerate(search.candidates[:RACED]):
         if memory is None or candidate.peak <= memory:
             name = AUTO if not number else f"{AUTO}-{number + 1}"
-            chosen[name] = Plan(name=name, ranks=candidate.ranks, layers=tuple(candidate.cuts.items()))
+            chosen[name] = candidate.plan(name)
             seen.append(candidate.cuts)
     for candidate in search.fixed:
         if candidate.seconds <= limit and (memory is None or candidate.peak <= memory) and candidate.cuts not in seen:
-            chosen[candidate.name] = Plan(
-                name=candidate.name, ranks=candidate.ranks, layers=tuple(candidate.cuts.items())
-            )
+            chosen[candidate.name] = candidate.plan(candidate.name)
             seen.append(candidate.cuts)
     return chosen

@@ -1,6 +1,6 @@
 """`shoal.parallelize`: from an nn.Module to one that stands where DistributedDataParallel(model) stood."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from shoal.execution.module import ParallelModule
 from shoal.execution.tree import made_whole
 from shoal.finding.auto import choose_plan
 from shoal.lowering.boundary import IO
-from shoal.plan import Plan
+from shoal.lowering.owners import OptimizerState
+from shoal.plan import Plan, factors_option
 from shoal.planning.strategies import AUTO
 from shoal.transport import Transport
 
@@ -31,6 +32,8 @@ def parallelize(
     seed: int | None = None,
     bucket_bytes: int | None = None,
     recompute: bool = False,
+    factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
+    optimizer_state: OptimizerState = "whole",
     group: dist.ProcessGroup | None = None,
 ) -> ParallelModule:
     """Lay `model` over the ranks of `group` (all ranks unless given) as `plan` says, in place, as DDP wraps it.
@@ -50,6 +53,13 @@ def parallelize(
     seed          of dropout; from rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the
                   plan
     bucket_bytes  of gradient sums; measured on the link unless given
+    recompute     activations are computed a second time in backward, and not kept
+    factors       whether ranks send each other a linear layer's inputs and output gradients in the place of the sum of
+                  its weight's gradient: "auto" where that takes less time, measured here; "always"; "never"; or the
+                  names of the layers. Not for a weight that is used twice, nor on top of what `.grad` holds already
+    optimizer_state  "whole": ranks that have the same part of a parameter all remember and step the same; "cut": each
+                  of them some of its rows, so that gradients and what the optimizer remembers take a share of the
+                  memory (ZeRO). A parameter is then those rows; what is sent is the same. See docs/optimizer_state.md
 
     Promise: outputs, gradients and buffers are one device's, up to the order of float additions. The weights are rank
     0's, as with DDP. `model` becomes this rank's part: its parameters stay the same objects, so that an optimizer made
@@ -59,11 +69,14 @@ def parallelize(
     `PlanError` with the layer's name; a network that cannot be captured is a `CaptureError`; both on all ranks.
     A collective: all ranks of the group call it.
     """
-    if io not in ("share", "whole", "tile") or batch_norm not in ("exact", "local"):
-        raise ConfigError(
-            f"io={io!r}, batch_norm={batch_norm!r} is not a choice.",
-            "io is 'share', 'whole' or 'tile'; batch_norm is 'exact' or 'local'.",
-        )
+    choices = (
+        ("io", io, ("share", "whole", "tile")),
+        ("batch_norm", batch_norm, ("exact", "local")),
+        ("optimizer_state", optimizer_state, ("whole", "cut")),
+    )
+    for name, given, known in choices:
+        if given not in known:
+            raise ConfigError(f"{name}={given!r} is not a choice.", f"{name} is {' or '.join(map(repr, known))}.")
     transport = Transport(group)
     draft = None
     if not isinstance(model, nn.Module) or any(tensor.is_meta for tensor in model.parameters()):
@@ -84,7 +97,14 @@ def parallelize(
     model = made_whole(model)
     captured = capture_on_all(transport, model, example, loss, target)
     if plan == AUTO:
-        plan = choose_plan(captured, transport, io=io, batch_norm=batch_norm, bucket_bytes=bucket_bytes).plan
+        plan = choose_plan(
+            captured,
+            transport,
+            io=io,
+            batch_norm=batch_norm,
+            bucket_bytes=bucket_bytes,
+            factors=factors_option(factors),
+        ).plan
     return lay(
         captured,
         plan,
@@ -94,6 +114,8 @@ def parallelize(
         seed=seed,
         bucket_bytes=bucket_bytes,
         recompute=recompute,
+        factors=factors_option(factors),
+        optimizer_state=optimizer_state,
         in_place=True,
         draft=draft,
     )

@@ -1,8 +1,7 @@
 """Race: run plans for a few real steps each and see which is fastest. A collective: all ranks call it."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -10,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.diary import Diary, now
 from shoal.execution.laying import Captured, lay
 from shoal.execution.module import ParallelModule
 from shoal.graph import LayerGraph
 from shoal.partition import Box
 from shoal.plan import Plan
+from shoal.profiling.in_step import Noted, noted
 from shoal.transport import Transport
 
 ROUNDS = 3
@@ -23,6 +24,22 @@ STEPS = 3
 """Timed steps per turn."""
 LONG = 3.0
 """A step of so many seconds is not repeated within a turn."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Some real steps of one plan."""
+
+    seconds: list[float] = field(default_factory=list)
+    """The slowest rank's."""
+    diary: Diary = field(default_factory=Diary)
+    """What this rank did, layer by layer."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """When each step began, by its number, in the diary's nanoseconds."""
+
+    def noted(self) -> Noted:
+        """What this rank's layers took."""
+        return noted(self.diary.events, self.begun)
 
 
 @dataclass(frozen=True)
@@ -42,9 +59,12 @@ def race(
     batch_norm: Literal["exact", "local"] = "exact",
     bucket_bytes: int | None = None,
     progress: Callable[[int, int, str], None] = lambda *_: None,
-) -> list[Finish]:
-    """Median step of every plan on random data, fastest first. The network itself is left as it was."""
-    times: dict[str, list[float]] = {name: [] for name in plans}
+) -> tuple[list[Finish], dict[str, Noted]]:
+    """(median step of every plan on random data, fastest first; by plan what this rank's layers took).
+
+    The network itself is left as it was.
+    """
+    steps = {name: Steps() for name in plans}
     order = list(plans)
     for turn in range(ROUNDS):
         for place, name in enumerate(order if turn % 2 == 0 else reversed(order)):
@@ -52,14 +72,15 @@ def race(
             model = lay(
                 captured, plans[name], transport, io="tile", batch_norm=batch_norm, seed=0, bucket_bytes=bucket_bytes
             )
-            times[name] += time_steps(model, captured, transport)
+            time_steps(model, captured, transport, steps[name])
             del model
     progress(ROUNDS * len(order), ROUNDS * len(order), "")
-    return sorted((Finish(name, median(seconds)) for name, seconds in times.items()), key=lambda finish: finish.seconds)
+    finishes = [Finish(name, median(each.seconds)) for name, each in steps.items()]
+    return sorted(finishes, key=lambda finish: finish.seconds), {name: each.noted() for name, each in steps.items()}
 
 
-def time_steps(model: ParallelModule, captured: Captured, transport: Transport, *, slowest: bool = True) -> list[float]:
-    """Seconds of a few training steps on random tiles, after one that is not counted: the slowest rank's, or the mean.
+def time_steps(model: ParallelModule, captured: Captured, transport: Transport, into: Steps | None = None) -> Steps:
+    """A few training steps on random tiles, after one that is not counted; after those that are in `into`.
 
     A collective. Weights stay as they are; batch norm's statistics do not.
     """
@@ -68,25 +89,33 @@ def time_steps(model: ParallelModule, captured: Captured, transport: Transport, 
     args, kwargs = _example(model, captured, graph)
     parameters = [p for p in model.parameters() if p.numel()]
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9, fused=True) if parameters else None
-    seconds = []
-    for step in range(1 + STEPS):
+    steps = into or Steps()
+    first = len(steps.seconds)
+    for step in range(first, first + 1 + STEPS):
         transport.gather_numbers([0.0])
-        start = time.perf_counter()
+        transport.diary = Diary() if step == first else steps.diary  # the first makes buffers and optimizer state
+        transport.diary.begin_step(step)
+        start = now()
         results = pytree.tree_leaves(model(*args, **kwargs))
         torch.autograd.backward(
             [result.sum() for result in results if isinstance(result, Tensor) and result.requires_grad]
         )
         if optimizer is not None:
+            updating = now()
             optimizer.step()
+            transport.diary.note("update", "", updating)
             optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        everyone = [row[0] for row in transport.gather_numbers([time.perf_counter() - start])]
-        if step:  # the first makes buffers and optimizer state
-            seconds.append(max(everyone) if slowest else sum(everyone) / len(everyone))
-            if max(everyone) > LONG:
+        taken = (now() - start) * 1e-9
+        transport.diary = None
+        slowest = max(row[0] for row in transport.gather_numbers([taken]))
+        if step > first:
+            steps.begun[step] = start
+            steps.seconds.append(slowest)
+            if slowest > LONG:
                 break
-    return seconds
+    return steps
 
 
 def _example(model: ParallelModule, captured: Captured, graph: LayerGraph) -> tuple[tuple[Any, ...], dict[str, Any]]:

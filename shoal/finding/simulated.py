@@ -1,6 +1,6 @@
 """`shoal.simulate`: a training step on a described cluster, in time, without a device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from shoal.execution.loss import Loss
 from shoal.finding.auto import cost_model
 from shoal.lowering.boundary import IO
 from shoal.partition import Cut
-from shoal.plan import Plan
+from shoal.plan import Plan, factors_option, planned_factors
+from shoal.planning.factors import check_factors
 from shoal.planning.price import tasks_of
 from shoal.planning.resolve import read_plan, resolve
 from shoal.profiling.measured import Analytic
@@ -33,6 +34,7 @@ def simulate(
     target: Any = None,
     batch_norm: Literal["exact", "local"] = "exact",
     io: IO = "tile",
+    factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
     steps: int = 1,
     slow: Mapping[int, float] | None = None,
     jitter: float = 0.0,
@@ -40,7 +42,8 @@ def simulate(
 ) -> Trace:
     """What every rank of a described cluster would do and when, from its data sheet: nothing is measured or started.
 
-    `example`, `loss` and `target` are as for `parallelize`; `plan` is a name, a `Plan` or the path of a plan file.
+    `example`, `loss`, `target` and `factors` are as for `parallelize`; `plan` is a name, a `Plan` or the path of a plan
+    file.
     `slow`: speeds of some ranks beside the others', such as {3: 0.5}; `jitter`: the spread of each task's time, as a
     part of it, drawn from `seed`.
 
@@ -51,7 +54,11 @@ def simulate(
     read = read_plan(plan)
     count = ranks or (read.ranks if isinstance(read, Plan) else described.ranks)
     captured = capture_modes(model, example, loss, target)
-    priced = cost_model(captured, Analytic(described.first(count)), count, io=io, batch_norm=batch_norm)
+    factored = planned_factors(read, factors_option(factors))
+    check_factors(factored, *captured.graphs.values())
+    priced = cost_model(
+        captured, Analytic(described.first(count)), count, io=io, batch_norm=batch_norm, factors=factored
+    )
     tasks = tasks_of(priced, cuts_of_plan(read, captured, count))
     name = read.name if isinstance(read, Plan) else read
     noise = Noise(check_slow(slow or {}, count), jitter, seed=seed)

@@ -149,17 +149,6 @@ def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box |
     return governs
 
 
-def _part_indices(candidate: Cut, ranks: int) -> dict[str, Ints]:
-    """For every letter of a cut which of its parts each rank has, -1 beyond the last part."""
-    indices: dict[str, Ints] = {}
-    numbers = np.arange(ranks)
-    stride = candidate.parts
-    for letter, degree in candidate.degrees:
-        stride //= degree
-        indices[letter] = np.where(numbers < candidate.parts, numbers // stride % degree, -1)
-    return indices
-
-
 def _composed(
     cuts: Sequence[Cut],
     ranks: int,
@@ -168,31 +157,51 @@ def _composed(
     governs: Mapping[int, str],
 ) -> Boxes:
     dims = max(len(base), 1)
-    lists: list[list[tuple[Ints, Ints]]] = [[] for _ in range(dims)]
-    known: dict[tuple[int, str, int], int] = {}
-    kinds = np.zeros((len(cuts), dims), dtype=np.int64)
-    starts = np.zeros((len(cuts), ranks, dims), dtype=np.int64)
-    stops = np.zeros_like(starts)
-    copies = np.ones(len(cuts), dtype=np.int64)
     box = base or (Span(0, 1),)
-    for number, candidate in enumerate(cuts):
-        indices = _part_indices(candidate, ranks)
-        copies[number] = prod(degree for letter, degree in candidate.degrees if letter not in governs.values())
-        used = np.arange(ranks) < candidate.parts
-        for dim in range(dims):
-            letter = governs.get(dim, "")
-            degree = candidate.degree(letter) if letter else 1
-            if (dim, letter, degree) not in known:
-                parts = [box] if degree == 1 else single[letter, degree]
-                spans = [Span(0, 0) if part is None else part[dim] for part in parts]
-                known[dim, letter, degree] = len(lists[dim])
-                lists[dim].append((np.array([s.start for s in spans]), np.array([max(s.stop, s.start) for s in spans])))
-            kinds[number, dim] = kind = known[dim, letter, degree]
-            index = indices[letter] if degree > 1 else np.zeros(ranks, dtype=np.int64)
-            first, last = lists[dim][kind]
-            starts[number, :, dim] = np.where(used, first[index], 0)
-            stops[number, :, dim] = np.where(used, last[index], 0)
-    return Boxes(starts, stops, tuple(map(tuple, lists)), kinds, copies)
+    parts = np.array([candidate.parts for candidate in cuts])
+    copies = [prod(degree for letter, degree in c.degrees if letter not in governs.values()) for c in cuts]
+    numbers = np.arange(ranks)
+    used = numbers[None] < parts[:, None]
+    lists: list[tuple[tuple[Ints, Ints], ...]] = []
+    kinds = np.zeros((len(cuts), dims), dtype=np.int64)
+    # Dim by dim in memory, as those who compute with them want it.
+    starts = np.zeros((dims, len(cuts), ranks), dtype=np.int64)
+    stops = np.zeros_like(starts)
+    for dim in range(dims):
+        letter = governs.get(dim, "")
+        degrees, strides = _degrees_and_strides(cuts, letter)
+        known: dict[int, int] = {}
+        kinds[:, dim] = [known.setdefault(degree, len(known)) for degree in degrees.tolist()]
+        listed = [_span_list([box] if degree == 1 else single[letter, degree], dim) for degree in known]
+        lists.append(tuple(listed))
+        places = np.cumsum([0, *(len(first) for first, _ in listed)])[kinds[:, dim]]
+        place = places[:, None] + numbers[None] // strides[:, None] % degrees[:, None]
+        for edges, which in ((starts, 0), (stops, 1)):
+            edges[dim] = np.where(used, np.concatenate([spans[which] for spans in listed])[place], 0)
+    return Boxes(
+        starts.transpose(1, 2, 0), stops.transpose(1, 2, 0), tuple(lists), kinds, np.array(copies, dtype=np.int64)
+    )
+
+
+def _degrees_and_strides(cuts: Sequence[Cut], letter: str) -> tuple[Ints, Ints]:
+    """For every cut its parts along a letter, and how far apart in ranks two that follow each other are."""
+    found = []
+    for candidate in cuts:
+        stride = candidate.parts
+        for other, degree in candidate.degrees:
+            stride //= degree
+            if other == letter:
+                found.append((degree, stride))
+                break
+        else:
+            found.append((1, 1))
+    degrees, strides = np.array(found, dtype=np.int64).T
+    return degrees, strides
+
+
+def _span_list(parts: Sequence[Box | None], dim: int) -> tuple[Ints, Ints]:
+    spans = [Span(0, 0) if part is None else part[dim] for part in parts]
+    return np.array([span.start for span in spans]), np.array([max(span.stop, span.start) for span in spans])
 
 
 def _agrees(

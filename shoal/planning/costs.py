@@ -13,6 +13,7 @@ This is what the search minimises, exactly; `shoal.planning.price` then plays th
 overlap.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,26 +25,23 @@ from numpy.typing import NDArray
 
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import Boundary, even_shares, samples, tiles
+from shoal.lowering.factors import Factors, over_rows
+from shoal.lowering.owners import LEAST_ELEMENTS, OptimizerState
 from shoal.lowering.placement import signature
 from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Op, Part
 from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
+from shoal.plan import FactorsOption
 from shoal.planning.assumed import Assumed, one_by_one_seconds, paired_one_by_one_seconds, server_seconds
 from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes
 from shoal.planning.cost_tables import Factor
+from shoal.planning.factors import LEAST_BYTES, Ways
 from shoal.planning.stages import Stage
 from shoal.planning.step_memory import kept_values
 from shoal.planning.transfers import Floats, paired_seconds, transfer_seconds
-from shoal.simulating.collectives import (
-    Shape,
-    is_card,
-    layer_sum_phases,
-    phase_seconds,
-    shape_of,
-    sum_phases,
-    unit_size,
-)
+from shoal.simulating.collectives import Shape, Sums, gather_phases, is_card, phase_seconds, unit_size
+from shoal.simulating.durations import kernel_of_all_rows
 from shoal.simulating.speeds import KernelTime, Speeds
 
 SHARED_ENTRIES = 1_000_000
@@ -88,6 +86,9 @@ class PartWork:
     """The same of partial results."""
     shards: tuple[tuple[float, str | None], ...]
     """As `CostModel.shards` has them."""
+    factors: tuple[float, float] | None
+    """Where the first shard's gradient could come from factors: the bytes that rank 0 sends to each of the others, and
+    what multiplying the rows of all ranks takes beyond its own."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,13 @@ class CostModel:
     itemsize: int = 4
     optimizer_slots: int = 1
     """Tensors that the optimizer keeps per parameter: 1 for momentum."""
+    optimizer_state: OptimizerState = "whole"
     local_statistics: bool = False
     bucket_bytes: int = 1 << 20
     losses: bool = False
     """Whether the network ends in one loss per sample, which stays where it is computed."""
+    factors: FactorsOption = "auto"
+    """For which linear layers ranks send each other factors, not sums of gradients."""
     assumed: Assumed = field(default_factory=Assumed)
     """Of the tables alone: a plan that is played sends as the engine does."""
     kernels: dict[object, KernelTime] = field(default_factory=dict)
@@ -183,8 +187,9 @@ class CostModel:
     _stage_costs: dict[object, StageCost] = field(default_factory=dict)
     _groupings: dict[object, Grouping] = field(default_factory=dict)
     _parts: dict[object, PartWork] = field(default_factory=dict)
+    _rows: dict[object, dict[object, tuple[float, ...]]] = field(default_factory=dict)
+    """By what makes layers alike, and then by the degrees of the cut."""
     _kinds: dict[str, int] = field(default_factory=dict)
-    _gradient_sums: dict[object, float] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
         """The tables of all stages. Pure; some seconds where there are thousands of pairs."""
@@ -205,6 +210,11 @@ class CostModel:
         return levels[0].size if len(levels) > 1 else None
 
     @cached_property
+    def adding(self) -> Sums:
+        """How ranks add something up."""
+        return Sums(self.speeds.cluster)
+
+    @cached_property
     def _kept(self) -> frozenset[str]:
         return kept_values(self.graph)
 
@@ -221,43 +231,57 @@ class CostModel:
         key = (op.layer.name, tuple(part.items()), letters)
         if key not in self.kernels:
             seconds = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
-            self.kernels[key] = seconds if backward else KernelTime(seconds.forward, 0.0)
+            self.kernels[key] = seconds if backward else KernelTime(seconds.forward)
         return self.kernels[key]
 
     # One stage
 
     def _stage_cost(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
         flows = tuple((op.layer.name in flowing, *(read in flowing for read in op.layer.reads)) for op in stage.ops)
-        key = (stage.signatures, flows)
+        key = (stage.signatures, flows, tuple(map(self._may_factor, stage.ops)))
         if key not in self._stage_costs:
             self._stage_costs[key] = self._choice_costs(stage, flowing)
         return self._stage_costs[key]
 
     def _choice_costs(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
-        rows = []
-        for choice in stage.choices:
-            compute = sums = gradients = update = least = memory = 0.0
-            for op, chosen in zip(stage.ops, choice, strict=True):
-                part = self._part_work(op, chosen, flowing)
-                compute += part.compute
-                memory += part.memory
-                update += part.update
-                sums += self._sums_of(part, chosen)
-                least += part.compute + part.update + self._least_sums(part, chosen)
-                gradients += sum(self.gradient_sum(size, self._held_by(chosen, alike)) for size, alike in part.shards)
-            rows.append((compute, sums, gradients, update, least, memory))
-        costs = StageCost(*np.array(rows, dtype=np.float64).T)
+        totals = np.zeros((len(stage.choices), 6))
+        for position, op in enumerate(stage.ops):
+            rows, known = [], self._rows.setdefault(self._alike(op, flowing), {})
+            for choice in stage.choices:
+                degrees = choice[position].degrees
+                if degrees not in known:
+                    known[degrees] = self._row(op, choice[position], flowing)
+                rows.append(known[degrees])
+            totals += np.array(rows, dtype=np.float64)
+        costs = StageCost(*np.ascontiguousarray(totals.T))
         for position in range(1, len(stage.ops)):
             costs.sums[:] += self._within(stage, position, flowing)
         return costs
 
+    def _row(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> tuple[float, ...]:
+        """What a layer under a cut adds to each field of its stage's `StageCost`."""
+        part = self._part_work(op, chosen, flowing)
+        gradients, product = self._gradients(part, chosen)
+        return (
+            part.compute + product,
+            self._sums_of(part, chosen),
+            gradients,
+            part.update,
+            part.compute + part.update + self._least_sums(part, chosen),
+            part.memory,
+        )
+
     def _part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
         """What rank 0 does of a layer, whatever the order of the cut's letters; once for layers that are alike."""
-        flows = (op.layer.name in flowing, op.layer.name in self._kept, *(read in flowing for read in op.layer.reads))
-        key = (self._kind(op), flows, frozenset(chosen.degrees))
+        key = (self._alike(op, flowing), frozenset(chosen.degrees))
         if key not in self._parts:
             self._parts[key] = self._find_part_work(op, chosen, flowing)
         return self._parts[key]
+
+    def _alike(self, op: Op, flowing: frozenset[str]) -> tuple[object, ...]:
+        """The same for layers that cost the same under the same cuts."""
+        name = op.layer.name
+        return self._kind(op), name in flowing, name in self._kept, *(read in flowing for read in op.layer.reads)
 
     def _kind(self, op: Op) -> int:
         """The same number for layers that take the same time under the same cuts."""
@@ -267,7 +291,7 @@ class CostModel:
                 for argument, ref in op.layer.tensors
                 if isinstance(ref, State)
             ]
-            op.worked_out["kind"] = f"{signature(op)} {learns}"
+            op.worked_out["kind"] = f"{signature(op)} {learns} {self._may_factor(op)}"
         return self._kinds.setdefault(op.worked_out["kind"], len(self._kinds))
 
     def _find_part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
@@ -281,23 +305,85 @@ class CostModel:
             summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
             settled = float(volume(rule.writes(op, part)) * self.itemsize) if summed else 0.0
         shards = self.shards(op, part, chosen)
-        held = sum(size for size, _ in shards)
+        held, stepped = sum(size for size, _ in shards), sum(self._stepped(size, chosen, by) for size, by in shards)
         return PartWork(
             compute=self.kernel(op, part, chosen, flowing).total + self.speeds.layer_overhead,
-            update=held * self.speeds.update_per_byte,
-            memory=held * (2 + self.optimizer_slots) + self.kept_bytes(op, part, flowing),
+            update=stepped * self.speeds.update_per_byte,
+            memory=held + stepped * (1 + self.optimizer_slots) + self.kept_bytes(op, part, flowing),
             sums=tuple(layer_sums),
             settled=((1 + flows) * bool(summed), settled, summed),
             shards=tuple(shards),
+            factors=self._factor_work(op, part, chosen, flowing),
         )
+
+    def _stepped(self, size: float, chosen: Cut, alike: str | None) -> float:
+        """Bytes of a parameter that rank 0 steps over: what it holds, or its rows of that."""
+        if self.optimizer_state == "whole" or size < LEAST_ELEMENTS * self.itemsize:
+            return size
+        return size / self._held_by(chosen, alike).shape.ranks
+
+    def _may_factor(self, op: Op) -> bool:
+        """Whether ranks could send each other factors for the gradient of the layer's weight, and are allowed to."""
+        if self.factors == "never" or self.assumed.servers or not rule_for(op).outer_product:
+            return False
+        weight, wanted = op["weight"], isinstance(self.factors, str) or op.layer.name in self.factors
+        return wanted and isinstance(weight, State) and self._uses[weight.name] == 1
+
+    @cached_property
+    def _uses(self) -> Counter[str]:
+        """How often every state is used."""
+        return Counter(ref.name for layer in self.graph.layers for _, ref in layer.tensors if isinstance(ref, State))
+
+    def _factor_work(self, op: Op, part: Part, chosen: Cut, flowing: frozenset[str]) -> tuple[float, float] | None:
+        over = over_rows(op, chosen) if self._may_factor(op) else frozenset()
+        if not over or op.layer.name not in flowing or not self.graph.states[op["weight"].name].differentiable:
+            return None
+        needs = rule_for(op).needs(op, part)
+        (outputs, inputs), rows = map(len, needs["weight"].box), volume(needs["input"].box[:-1])
+
+        def kernel(part: Part, letters: frozenset[str]) -> KernelTime:
+            degrees = tuple((letter, degree) for letter, degree in chosen.degrees if letter in letters)
+            return self.kernel(op, part, Cut(degrees), flowing)
+
+        whole = kernel_of_all_rows(kernel, op, part, frozenset(dict(chosen.degrees)), over)
+        longer = max(0.0, whole.to_weights - self.kernel(op, part, chosen, flowing).to_weights)
+        return float(rows * (outputs + inputs) * self.itemsize), longer
+
+    def _gradients(self, part: "PartWork", chosen: Cut) -> tuple[float, float]:
+        """Seconds until a layer's gradients are those of all ranks, and of multiplying the rows of others for that."""
+        seconds = product = 0.0
+        for number, (size, alike) in enumerate(part.shards):
+            both = self._both_ways(part, chosen) if not number else None
+            if both is not None and (self.factors != "auto" or both.factors_pay):
+                seconds, product = seconds + both.gathered, both.product
+            else:
+                seconds += self.gradient_sum(size, self._held_by(chosen, alike))
+        return seconds, product
+
+    def _both_ways(self, part: "PartWork", chosen: Cut) -> Ways | None:
+        """To the gradient of a linear layer's weight; None where it is summed in any case."""
+        if part.factors is None or (self.factors == "auto" and part.shards[0][0] < LEAST_BYTES):
+            return None
+        size, alike = part.shards[0]
+        group = self._held_by(chosen, alike)
+        if group.shape.ranks < 2:
+            return None
+        sent, product = part.factors
+        phases = gather_phases(sent, group.shape, self.speeds.cluster)
+        gathered = phase_seconds(phases, group.sharing, self.speeds.cluster)
+        return Ways(self.gradient_sum(size, group), gathered, product)
+
+    def ways(self, factors: Factors) -> Ways | None:
+        """Both ways to a weight's gradient under the cut that its layer has; None where it is summed in any case."""
+        placed = factors.placed
+        return self._both_ways(self._part_work(placed.op, placed.cut, self.flowing()), placed.cut)
 
     def _sums_of(self, part: "PartWork", chosen: Cut) -> float:
         """Seconds of what crosses between the parts of one layer while it runs, both passes, and of partial results."""
         seconds = 0.0
         for passes, size, over in part.sums:
             group = self.grouping(chosen, over)
-            phases = layer_sum_phases(size, group.shape, group.sharing, self.speeds.cluster)
-            seconds += passes * phase_seconds(phases, group.sharing, self.speeds.cluster)
+            seconds += passes * self.adding.seconds(size, group.shape, group.sharing, in_layer=True)
         times, partial, summed = part.settled
         return seconds + (times * self._settling(partial, chosen, summed) if times else 0.0)
 
@@ -305,15 +391,14 @@ class CostModel:
         """Seconds of sums within a layer that rank 0 waits for, its group alone on the links."""
         seconds, alone = 0.0, (1,) * len(self.speeds.cluster.levels)
         for passes, size, over in part.sums:
-            phases = layer_sum_phases(size, self.grouping(chosen, over).shape, alone, self.speeds.cluster)
-            seconds += passes * phase_seconds(phases, alone, self.speeds.cluster)
+            seconds += passes * self.adding.seconds(size, self.grouping(chosen, over).shape, alone, in_layer=True)
         return seconds
 
     def _held_by(self, chosen: Cut, alike: str | None) -> "Grouping":
         """The ranks that hold the same shard: those that differ in the letters `alike`; None: all ranks."""
         if alike is not None:
             return self.grouping(chosen, alike)
-        return Grouping(shape_of(range(self.ranks), self.speeds.cluster), (1,) * len(self.speeds.cluster.levels))
+        return Grouping(self.adding.shape(range(self.ranks)), (1,) * len(self.speeds.cluster.levels))
 
     def _settling(self, size: float, chosen: Cut, summed: str) -> float:
         """Seconds in which partial results are added up: each rank's box is divided among its group."""
@@ -333,7 +418,7 @@ class CostModel:
         key = (chosen.degrees, "".join(sorted(over)))
         if key not in self._groupings:
             cluster = self.speeds.cluster
-            shape = shape_of(ranks_over(chosen, over), cluster)
+            shape = self.adding.shape(ranks_over(chosen, over))
             kept = [letter for letter, _ in chosen.degrees if letter not in over]
             sharing = []
             for index, joined in enumerate(shape.counts):
@@ -345,15 +430,10 @@ class CostModel:
 
     def gradient_sum(self, size: float, group: "Grouping") -> float:
         """Seconds of the sum of a gradient; a small one is summed in a bucket with others, and pays its part of it."""
-        key = (size, group)
         if self.assumed.servers:
             return server_seconds(size, group.shape, self.speeds.cluster)
-        if key not in self._gradient_sums:
-            bucket = max(size, float(self.bucket_bytes))
-            phases = sum_phases(bucket, group.shape, group.sharing, self.speeds.cluster)
-            seconds = phase_seconds(phases, group.sharing, self.speeds.cluster)
-            self._gradient_sums[key] = seconds * size / bucket if size else 0.0
-        return self._gradient_sums[key]
+        bucket = max(size, float(self.bucket_bytes))
+        return self.adding.seconds(bucket, group.shape, group.sharing, in_layer=False) * size / bucket if size else 0.0
 
     def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, str | None]]:
         """(bytes of the first rank's shard, the letters in which those that hold it differ; None: all ranks)."""

@@ -33,6 +33,8 @@ FAR_BEHIND = 3.0
 """On many ranks a fixed strategy that takes so many times the best, by the tables, is not played."""
 CLOSE_CALLS, CLOSE_CALLS_OF_MANY = 8, 2
 """Stages whose next best cut is tried on the played time, on few and on many ranks."""
+ROUNDS = 4
+"""How often they are tried at most: each round that made the step shorter is followed by one from there."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def find(
         chosen, best = better, played[better]
     optima = [found for choice, found in played.items() if choice in shares]
     return SearchResult(
-        plan=Plan(name=best.name, ranks=model.ranks, layers=tuple(best.cuts.items())),
+        plan=best.plan(best.name),
         price=best,
         candidates=tuple(sorted(optima, key=lambda candidate: candidate.seconds)),
         fixed=tuple(sorted(fixed, key=lambda candidate: candidate.seconds)),
@@ -160,16 +162,24 @@ def _climbed(
     memory: int | None,
     play: Callable[[tuple[int, ...]], Price],
 ) -> tuple[int, ...]:
-    """A choice from which no close call, taken the other way, plays faster; each is tried once, the closest first."""
-    calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
+    """Hill climbing on the played time: a choice that is not slower than the given one. The same each time.
+
+    In every round each close call, as the sum has them from where the round begins, is taken the other way, the closest
+    first, and kept where that plays faster. A round that changes nothing is the last.
+    """
     tried = CLOSE_CALLS if play(choice).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
-    for stage, other, _ in calls[:tried]:
-        changed = (*choice[:stage], other, *choice[stage + 1 :])
-        if tables.cost(changed, exposed) == inf:
-            continue
-        found = play(changed)
-        if found.seconds < play(choice).seconds and (memory is None or found.peak <= memory):
-            choice = changed
+    for _ in range(ROUNDS):
+        begun = choice
+        calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
+        for stage, other, _ in calls[:tried]:
+            changed = (*choice[:stage], other, *choice[stage + 1 :])
+            if tables.cost(changed, exposed) == inf:
+                continue
+            found = play(changed)
+            if found.seconds < play(choice).seconds and (memory is None or found.peak <= memory):
+                choice = changed
+        if choice == begun:
+            break
     return choice
 
 

@@ -7,14 +7,19 @@ import numpy as np
 
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import even_shares, step_program
+from shoal.lowering.factors import factorable
+from shoal.lowering.owners import TO_OWNERS, cut_homes
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import Compute
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.lowering.tasks import Kernel, Moved, StepOptions, Task, Tasks, step_tasks
+from shoal.moves import Layout
 from shoal.partition import Cut, volume
+from shoal.plan import Plan
 from shoal.planning.costs import CostModel
+from shoal.planning.factors import chosen_factors
 from shoal.planning.stages import FEW_RANKS
-from shoal.planning.step_memory import Memory, step_memory
+from shoal.planning.step_memory import Memory, step_memories
 from shoal.simulating.durations import Durations, sent_bytes
 from shoal.simulating.play import Played, play
 from shoal.simulating.simulate import trace_of
@@ -64,6 +69,8 @@ class Price:
     """By rank."""
     bytes: int
     """Sent by all ranks."""
+    factors: tuple[str, ...] = ()
+    """Layers for whose gradients ranks send each other factors."""
     trace: Trace | None = field(default=None, repr=False, compare=False)
     """What every rank does when, where that was asked for."""
 
@@ -72,17 +79,22 @@ class Price:
         """Bytes on the fullest rank."""
         return max(memory.total for memory in self.memory)
 
+    def plan(self, name: str) -> Plan:
+        """What was priced, to be laid."""
+        return Plan(name=name, ranks=self.ranks, layers=tuple(self.cuts.items()), factors=self.factors)
+
 
 def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, trace: bool = False) -> Price:
     """Play a plan through; `trace`: keep what was played. A cut that does not fit is a `PlanError`."""
     tasks = tasks_of(model, cuts)
-    durations = Durations(tasks, model.speeds, model.kernels)
+    durations = Durations(tasks, model.speeds, model.kernels, model.adding)
     played = play(durations)
     rows = _rows(model, cuts, tasks, durations)
     compute = [durations.compute(task) for task in tasks.tasks if isinstance(task.work, Kernel)]
     last = len(tasks.tasks) - 1
     update = float(durations.compute(tasks.tasks[last]).max())
-    backward = float(np.nanmax(played.ends[:last][[task.resource == "compute" for task in tasks.tasks[:last]]]))
+    computes = [task.resource == "compute" and task.label != TO_OWNERS for task in tasks.tasks[:last]]
+    backward = float(np.nanmax(played.ends[:last][computes]))
     return Price(
         name=name,
         cuts=dict(cuts),
@@ -94,6 +106,7 @@ def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, trace: bool =
         layers=tuple(rows.values()),
         memory=_memory(model, tasks, played),
         bytes=sum(sent_bytes(tasks.tasks, durations)),
+        factors=tuple(tasks.users[weight] for weight in reversed(tasks.trainable) if weight in tasks.options.factors),
         trace=trace_of(played, f"plan {name}") if trace else None,
     )
 
@@ -103,7 +116,17 @@ def tasks_of(model: CostModel, cuts: Mapping[str, Cut]) -> Tasks:
     graph = model.graph
     shares = even_shares(graph.batch, model.ranks)
     program = step_program(graph, cuts, model.boundary, shares, losses=model.losses)
-    options = StepOptions(_item_sizes(graph, model.itemsize), model.bucket_bytes, model.local_statistics)
+    homes = program.states
+    if model.optimizer_state == "cut":
+        homes = cut_homes(homes, {name for name in homes if graph.states[name].differentiable})
+    factors = chosen_factors(factorable(program, homes), model.factors, model.ways)
+    options = StepOptions(
+        _item_sizes(graph, model.itemsize),
+        model.bucket_bytes,
+        model.local_statistics,
+        factors=frozenset(factors),
+        optimizer_state=model.optimizer_state,
+    )
     return step_tasks(program, options)
 
 
@@ -113,6 +136,10 @@ def _rows(model: CostModel, cuts: Mapping[str, Cut], tasks: Tasks, durations: Du
     for task, sent in zip(tasks.tasks, sent_bytes(tasks.tasks, durations), strict=True):
         if task.label == GRADIENTS:
             _divide(task, sent, tasks, durations, rows)
+        elif isinstance(task.work, Moved) and task.states:
+            row = rows[tasks.users[task.states[0]]]
+            row.bytes += sent
+            row.gradients += durations.move_seconds(task.work)
         elif task.label in rows:
             row = rows[task.label]
             row.bytes += sent
@@ -126,7 +153,8 @@ def _rows(model: CostModel, cuts: Mapping[str, Cut], tasks: Tasks, durations: Du
             else:
                 row.compute += float(durations.compute(task).max())
     for name, layer in tasks.users.items():
-        rows[layer].memory += _state_bytes(name, tasks) * (2 + model.optimizer_slots)
+        read, kept = _state_elements(tasks.program.states[name]), _state_elements(tasks.homes[name])
+        rows[layer].memory += (read + kept * (1 + model.optimizer_slots)) * tasks.options.itemsize[name]
     for instruction in tasks.program.instructions:
         if isinstance(instruction, Compute):
             name = instruction.placed.layer.name
@@ -140,7 +168,7 @@ def _divide(task: Task, sent: int, tasks: Tasks, durations: Durations, rows: Map
     sizes = {
         name: sum(
             volume(box) * tasks.options.itemsize[name] * (len(ranks) - 1)
-            for box, ranks in sharers(tasks.program.states[name]).items()
+            for box, ranks in sharers(tasks.homes[name]).items()
         )
         for name in task.states
     }
@@ -151,18 +179,18 @@ def _divide(task: Task, sent: int, tasks: Tasks, durations: Durations, rows: Map
         row.bytes += round(sent * size / everything)
 
 
-def _state_bytes(name: str, tasks: Tasks) -> int:
-    box = next((box for box in tasks.program.states[name] if box is not None), None)
-    return 0 if box is None else volume(box) * tasks.options.itemsize[name]
+def _state_elements(layout: Layout) -> int:
+    """Of the first box."""
+    return next((volume(box) for box in layout if box is not None), 0)
 
 
 def _memory(model: CostModel, tasks: Tasks, played: Played) -> tuple[Memory, ...]:
     """By rank; of many ranks, those of one class hold what its first does."""
     few = tasks.ranks <= FEW_RANKS
-    held = [
-        step_memory(tasks.program, rank, tasks.options.itemsize, optimizer_slots=model.optimizer_slots)
-        for rank in (range(tasks.ranks) if few else played.first_ranks.tolist())
-    ]
+    ranks = range(tasks.ranks) if few else played.first_ranks.tolist()
+    held = step_memories(
+        tasks.program, ranks, tasks.options.itemsize, optimizer_slots=model.optimizer_slots, homes=tasks.homes
+    )
     return tuple(held) if few else tuple(held[number] for number in played.classes)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import check_fits, depends_on_input, op_of
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.strategies import check_name, fit, followed, wanted_cuts
@@ -49,12 +49,12 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
         _check_lines(plan, [*(layer.name for layer in graph.layers), *also])
         return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch, whole), {}, whole)
     cuts, smaller = {}, {}
-    for name, wanted in wanted_cuts(plan, graph, ranks).items():
-        cuts[name] = Cut()
-        if name in sees_batch and name not in whole:
-            cuts[name] = _fitted(name, wanted, graph)
-            if cuts[name] != wanted:
-                smaller[name] = cuts[name]
+    for layer, wanted in zip(graph.layers, wanted_cuts(plan, graph, ranks).values(), strict=True):
+        cuts[layer.name] = Cut()
+        if layer.name in sees_batch and layer.name not in whole:
+            cuts[layer.name] = fit(wanted, axes_of(op_of(layer, graph)))
+            if cuts[layer.name] != wanted:
+                smaller[layer.name] = cuts[layer.name]
     return Resolved(plan, cuts, smaller, whole)
 
 
@@ -78,11 +78,6 @@ def read_plan(plan: str | Path | Plan) -> str | Plan:
     """A name, or a plan that was read; a file that cannot be read is a `PlanError`."""
     is_file = isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan))
     return Plan.load(str(plan)) if is_file else plan  # type: ignore[return-value]
-
-
-def _fitted(name: str, wanted: Cut, graph: LayerGraph) -> Cut:
-    op = op_of(next(layer for layer in graph.layers if layer.name == name), graph)
-    return fit(wanted, rule_for(op).axes(op))
 
 
 def _check_lines(plan: Plan, known: Sequence[str]) -> None:

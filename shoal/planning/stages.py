@@ -13,7 +13,7 @@ from shoal.lowering.placement import depends_on_input, most_parts, op_of, signat
 from shoal.operators.base import Axis, Op, Rule
 from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import DIMS, Cut
-from shoal.planning.strategies import fit, followed
+from shoal.planning.strategies import fit_all, followed
 
 FEW_RANKS = 8
 """Up to so many ranks every number of parts is a choice; beyond, divisors of the number of ranks."""
@@ -104,12 +104,12 @@ def _with_choices(
     pinned = {op.layer.name: pins[op.layer.name] for op in ops if op.layer.name in pins}
     head = ops[0]
     cuts = [pinned[head.layer.name]] if head.layer.name in pinned else list(cuts_of(head, ranks, letters, per_host))
-    choices = []
-    for cut in cuts:
-        after = followed(cut)
-        others = [pinned.get(op.layer.name) or fit(after, axes_of(op)) for op in ops[1:]]
-        choices.append((cut, *others))
-    return Stage(ops, tuple(choices))
+    after = [followed(cut) for cut in cuts]
+    columns = [cuts]
+    for op in ops[1:]:
+        pin = pinned.get(op.layer.name)
+        columns.append([pin or cut for cut in fit_all(after, axes_of(op))])
+    return Stage(ops, tuple(zip(*columns, strict=True)))
 
 
 def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None) -> Iterator[Cut]:

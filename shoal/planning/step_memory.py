@@ -1,6 +1,7 @@
 """What a training step holds in memory on one rank, read off the program.
 
-    parameters   this rank's shards, their gradients, and what the optimizer keeps of each
+    parameters   this rank's shards, their gradients, and what the optimizer keeps of each; where its state is cut, what
+                 layers read, gradients and state of the own rows, and the largest gradient on its way to its owners
     kept         values and tiles that operators save for backward, each once however many save it
     working      what one layer of backward handles at a time, in the largest such layer: its gradients, and the copies
                  that kernels make of its tensors in a layout of their own
@@ -9,12 +10,14 @@
 It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from shoal.graph import Layer, LayerGraph
 from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program
+from shoal.moves import Layout
 from shoal.operators.registry import facts_of
 from shoal.partition import volume
 
@@ -34,6 +37,13 @@ def stands_for_input(layer: Layer, graph: LayerGraph) -> bool:
 
 def kept_values(graph: LayerGraph) -> frozenset[str]:
     """Values that live until backward because an operator saved them; a view stands for what it looks at."""
+    if "kept" not in graph.worked_out:
+        graph.worked_out["kept"] = _find_kept_values(graph)
+    kept: frozenset[str] = graph.worked_out["kept"]
+    return kept
+
+
+def _find_kept_values(graph: LayerGraph) -> frozenset[str]:
     root: dict[str, str] = {}
     kept: set[str] = set()
     for layer in graph.layers:
@@ -62,50 +72,86 @@ class Memory:
         return self.parameters + self.kept + self.working + self.libraries
 
 
-def step_memory(program: Program, rank: int, itemsize: Mapping[str, int], *, optimizer_slots: int = 1) -> Memory:
-    """What one rank holds at the peak of a training step under a program."""
+def step_memories(
+    program: Program,
+    ranks: Iterable[int],
+    itemsize: Mapping[str, int],
+    *,
+    optimizer_slots: int = 1,
+    homes: Mapping[str, Layout] | None = None,
+) -> list[Memory]:
+    """What each of these ranks holds at the peak of a step under a program. `homes`: what they keep of states."""
     graph = program.graph
-    parameters = 0
-    for name, layout in program.states.items():
-        box = layout[rank]
-        if box is not None:
-            copies = 2 + optimizer_slots if graph.states[name].differentiable and name not in program.changed else 1
-            parameters += volume(box) * itemsize[name] * copies
+    computes = [instruction for instruction in program.instructions if isinstance(instruction, Compute)]
     wanted = kept_values(graph)
-    kept = 0
-    working = 0
-    readers = {
-        key: instruction.placed.facts
-        for instruction in program.instructions
-        if isinstance(instruction, Compute)
-        for key in instruction.sources.values()
+    own = {
+        compute.placed.layer.name
+        for compute in computes
+        if compute.placed.layer.name in wanted
+        and compute.placed.layer.name not in program.only_moved_to
+        and not stands_for_input(compute.placed.layer, graph)
     }
-    for instruction in program.instructions:
-        if isinstance(instruction, Compute):
-            placed = instruction.placed
-            name, box = placed.layer.name, placed.writes[rank]
-            if box is None:
-                continue
-            size = volume(box) * itemsize[name]
-            if name in wanted and name not in program.only_moved_to and not stands_for_input(placed.layer, graph):
-                kept += size
-            kept += volume(box) * placed.facts.index_bytes
-            needs = placed.needs[rank]
-            read = sum(
-                volume(needs[argument].box) * itemsize[reference.name]
-                for argument, reference in placed.layer.tensors
-                if argument in needs and reference.name in graph.specs
-            )
-            working = max(working, _working(placed, rank, size, read, itemsize[name]))
-        elif isinstance(instruction, Fetch) and not instruction.identity:
-            tile = instruction.tiles[rank]
-            reader = readers.get(instruction.key)
-            if tile is not None and reader is not None and (reader.saves_input or instruction.value in wanted):
-                size = itemsize[instruction.value]
-                for rows in tile.shape:
-                    size *= rows
-                kept += size
-    return Memory(parameters, kept, working)
+    readers = {key: compute.placed.facts for compute in computes for key in compute.sources.values()}
+    tiles = [
+        instruction
+        for instruction in program.instructions
+        if isinstance(instruction, Fetch)
+        and not instruction.identity
+        and instruction.key in readers
+        and (readers[instruction.key].saves_input or instruction.value in wanted)
+    ]
+    held = []
+    for rank in ranks:
+        kept = working = 0
+        parameters = _of_states(program, rank, itemsize, optimizer_slots, homes or program.states)
+        for compute in computes:
+            placed = compute.placed
+            if placed.writes[rank] is not None:
+                written, handled = _handled(placed, rank, graph, itemsize)
+                kept += written * (
+                    (itemsize[placed.layer.name] if placed.layer.name in own else 0) + placed.facts.index_bytes
+                )
+                working = max(working, handled)
+        for fetch in tiles:
+            tile = fetch.tiles[rank]
+            kept += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
+        held.append(Memory(parameters, kept, working))
+    return held
+
+
+def _of_states(
+    program: Program, rank: int, itemsize: Mapping[str, int], optimizer_slots: int, homes: Mapping[str, Layout]
+) -> int:
+    """Bytes of what layers read, of gradients and optimizer state, and of the largest gradient on its way to owners."""
+    held = leaving = 0
+    for name, layout in program.states.items():
+        box, home = layout[rank], homes[name][rank]
+        if box is None:
+            continue
+        size = volume(box) * itemsize[name]
+        held += size
+        if program.graph.states[name].differentiable and name not in program.changed:
+            own = 0 if home is None else volume(home) * itemsize[name]
+            held += own * (1 + optimizer_slots)
+            if own != size:
+                leaving = max(leaving, size + own * (layout.count(box) - 2))  # what arrives first becomes the gradient
+    return held + leaving
+
+
+def _handled(placed: Placed, rank: int, graph: LayerGraph, itemsize: Mapping[str, int]) -> tuple[int, int]:
+    """Elements that a rank's part of a layer writes, and bytes that its backward handles.
+
+    Worked out once for layers that are alike.
+    """
+    own = itemsize[placed.layer.name]
+    sizes = {arg: itemsize[ref.name] for arg, ref in placed.layer.tensors if ref.name in graph.specs}
+    known: dict[object, tuple[int, int]] = placed.alike.setdefault("handled", {})
+    key = (rank, own, *sizes.items())
+    if key not in known:
+        needs, written = placed.needs[rank], volume(placed.writes[rank] or ())
+        read = sum(volume(needs[arg].box) * size for arg, size in sizes.items() if arg in needs)
+        known[key] = written, _working(placed, rank, written * own, read, own)
+    return known[key]
 
 
 def _working(placed: Placed, rank: int, written: int, read: int, itemsize: int) -> int:

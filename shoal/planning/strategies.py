@@ -10,7 +10,7 @@ A layer too small for its cut takes the largest that fits.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isqrt
 
 from shoal.errors import PlanError, suggestion
@@ -42,7 +42,7 @@ def check_name(name: str, ranks: int) -> None:
 
 
 def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
-    """What the strategy asks of every layer, before looking at sizes. Unknown names are a `PlanError`."""
+    """What the strategy asks of each layer, in order, before looking at sizes. Unknown names are a `PlanError`."""
     check_name(name, ranks)
     if name == AUTO and ranks > 1:
         raise PlanError("the plan 'auto' has to be found first.", "Use shoal.parallelize, or a plan of `shoal plan`.")
@@ -75,8 +75,18 @@ def _spatial(ndim: int, batch: int, ranks: int) -> Cut:
 
 def fit(wanted: Cut, axes: tuple[Axis, ...]) -> Cut:
     """The largest cut of the wanted dims that a layer's axes allow."""
+    return fit_all([wanted], axes)[0]
+
+
+def fit_all(wanted: Sequence[Cut], axes: tuple[Axis, ...]) -> list[Cut]:
+    """The same of many cuts; one that fits as it is, is given back itself."""
     limits = {axis.letter: most_parts(axis) for axis in axes}
-    return wanted.at_most({letter: limits.get(letter, 1) for letter, _ in wanted.degrees})
+    return [
+        cut
+        if all(1 < degree <= limits.get(letter, 1) for letter, degree in cut.degrees)
+        else cut.at_most({letter: limits.get(letter, 1) for letter, _ in cut.degrees})
+        for cut in wanted
+    ]
 
 
 def followed(cut: Cut) -> Cut:

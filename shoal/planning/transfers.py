@@ -6,7 +6,9 @@ other links and work at the same time, so that the slowest decides. Backward mov
 the same time. It is what the simulator has for a transfer that meets nothing else on its way.
 """
 
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,40 +142,123 @@ def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Fl
     volumes = np.multiply.reduce(wanted[1] - wanted[0], axis=0)  # rounded as overlaps are, so that equal ones cancel
     shares = _shares_of_groups(have, seen, cluster)
     within = [(_small(starts), _small(stops)) for starts, stops in _held_by_groups(have, seen, cluster)]
-    reads = [
-        np.stack([_read(mine[0][dim], mine[1][dim], *spans) for spans in lists])
-        for dim, lists in enumerate(need.lists or ())
-    ]
-    assert need.kinds is not None
-    assert need.copies is not None
-    kinds, copies = need.kinds, need.copies.astype(np.float32)
+    overlaps = [_overlaps(*held, *wanted) for held in [mine, *within]]
+    read = _reads(*mine, need)
     seconds = np.empty((count, need.starts.shape[0]))
     rows = max(1, _AT_ONCE // (need.starts.shape[0] * len(seen)))
     for start in range(0, count, rows):
         part = slice(start, start + rows)
-        sent_to_all = np.broadcast_to(copies[None, :, None], (len(range(count)[part]), len(copies), len(seen)))
-        for dim, table in enumerate(reads):
-            sent_to_all = sent_to_all * table[kinds[:, dim], part].transpose(1, 0, 2)
-        held = [_overlap_of(starts[:, part], stops[:, part], *wanted) for starts, stops in [mine, *within]]
-        taken = np.zeros_like(held[0])
+        held = [overlap.of(part) for overlap in overlaps]
+        taken = np.zeros((len(held[0]), len(volumes)), dtype=np.float32)
         sent_before = held[0]
         for index, level in enumerate(cluster.levels):
             last = index == len(cluster.levels) - 1
-            hosts = seen // (cluster.levels[index - 1].size if index else 1)
             received = (volumes[None] if last else held[index + 1]) - held[index]
             if last:
-                sent_within = sent_to_all
+                sent_within = read.of(part)
             else:
-                sent_within = sent_before + _of_hosts(received, seen // level.size) * shares[index][part, None]
+                groups = seen // level.size
+                of_group = _spread(_host_sums(received, groups), groups)
+                sent_within = sent_before + of_group * shares[index][part, None]
             sent = sent_within - sent_before
             if level.shared and index:
-                received, sent = _of_hosts(received, hosts), _of_hosts(sent, hosts)
-            crossing = np.maximum(received, sent) * np.float32(itemsize)
+                hosts = seen // cluster.levels[index - 1].size
+                received, sent = _host_sums(received, hosts), _host_sums(sent, hosts)
+            crossing = _largest(np.maximum(received, sent)) * np.float32(itemsize)
             busy = np.where(crossing > 0.5, np.float32(level.meeting) + crossing / np.float32(level.bandwidth), 0)
             np.maximum(taken, busy, out=taken)
             sent_before = sent_within
-        seconds[part] = taken.max(axis=2)
+        seconds[part] = taken
     return seconds
+
+
+@dataclass(frozen=True)
+class _Product:
+    """For every pair of cuts and every rank a product, mostly over dims. Its factors are the same for many cuts: each
+    is a table over the few kinds of cuts that it tells apart.
+    """
+
+    factors: Sequence[tuple[Singles, Ints, Ints]]
+    """(kinds of have, kinds of need, ranks), and which kind each cut of have and each of need is."""
+
+    def of(self, part: slice) -> Singles:
+        """(some cuts of have, cuts of need, ranks)."""
+        product: Singles | None = None
+        for table, have, need in self.factors:
+            factor: Singles = table[have[part]][:, need]
+            product = factor if product is None else np.multiply(product, factor, out=product)
+        assert product is not None
+        return product
+
+
+def _overlaps(starts: Singles, stops: Singles, need_starts: Singles, need_stops: Singles) -> _Product:
+    """(cuts of have, cuts of need, ranks): elements that both have."""
+    factors = []
+    for dims in _dims_together(len(starts)):
+        first, have = _kinds(starts[dims], stops[dims])
+        need_first, wanted = _kinds(need_starts[dims], need_stops[dims])
+        table = _overlap_of(
+            starts[dims][:, first],
+            stops[dims][:, first],
+            need_starts[dims][:, need_first],
+            need_stops[dims][:, need_first],
+        )
+        factors.append((table, have, wanted))
+    return _Product(factors)
+
+
+def _reads(starts: Singles, stops: Singles, need: Boxes) -> _Product:
+    """(cuts of have, cuts of need, ranks): elements that all ranks together read of each rank's box."""
+    assert need.lists is not None
+    assert need.kinds is not None
+    assert need.copies is not None
+    factors = []
+    for dims in _dims_together(len(starts)):
+        first, have = _kinds(starts[dims], stops[dims])
+        numbers = need.kinds[:, dims]
+        if not dims.start:
+            numbers = np.column_stack([need.copies, numbers])
+        told, wanted = _kinds(numbers.T[:, :, None])
+        table = np.ones((len(first), len(told), starts.shape[2]), dtype=np.float32)
+        if not dims.start:
+            table *= need.copies[told].astype(np.float32)[None, :, None]
+        for dim in range(*dims.indices(len(starts))):
+            read = np.stack([_read(starts[dim][first], stops[dim][first], *spans) for spans in need.lists[dim]])
+            table *= read[need.kinds[told, dim]].transpose(1, 0, 2)
+        factors.append((table, have, wanted))
+    return _Product(factors)
+
+
+def _dims_together(dims: int) -> list[slice]:
+    """The first two dims, in which few kinds of cuts differ where there are more dims, then each by itself."""
+    return (
+        [slice(0, 2), *(slice(dim, dim + 1) for dim in range(2, dims))]
+        if dims > 2
+        else [slice(dim, dim + 1) for dim in range(dims)]
+    )
+
+
+def _kinds(*numbers: NDArray[Any]) -> tuple[Ints, Ints]:
+    """(dims, cuts, ranks) each: the first cut of every kind, and the kind of every cut; alike are those with the same
+    numbers.
+    """
+    rows = np.concatenate(
+        [np.ascontiguousarray(each.transpose(1, 0, 2)).reshape(each.shape[1], -1) for each in numbers], axis=1
+    )
+    known: dict[bytes, int] = {}
+    kinds = [known.setdefault(row.tobytes(), len(known)) for row in rows]
+    _, first = np.unique(kinds, return_index=True)
+    return first, np.array(kinds, dtype=np.int64)
+
+
+def _largest(numbers: Singles) -> Singles:
+    """Over the last axis, which is short: in halves, which numpy does many times faster."""
+    while (length := numbers.shape[2]) > 1:
+        half = np.maximum(numbers[:, :, : length - 1 : 2], numbers[:, :, 1::2])
+        if length % 2:
+            np.maximum(half[:, :, 0], numbers[:, :, -1], out=half[:, :, 0])
+        numbers = half
+    return numbers[:, :, 0]
 
 
 def _small(numbers: Ints) -> Singles:
@@ -229,10 +314,29 @@ def _seen(ranks: int, cluster: Cluster, sampled: int) -> Ints:
 
 def _of_hosts(amounts: AnyFloats, hosts: Ints) -> AnyFloats:
     """For every rank what the ranks of its host together have; `hosts`: the host of each, in order."""
+    return _spread(_host_sums(amounts, hosts), hosts)
+
+
+def _host_sums(amounts: AnyFloats, hosts: Ints) -> AnyFloats:
+    """What the ranks of each host together have, along the last axis."""
     first = np.flatnonzero(np.diff(hosts, prepend=-1))
-    sums = np.add.reduceat(amounts, first, axis=2)
-    host_sums: AnyFloats = sums[:, :, np.cumsum(np.diff(hosts, prepend=hosts[0]) > 0)]
-    return host_sums
+    size = len(hosts) // len(first)
+    if size == 1:
+        return amounts
+    if len(hosts) == size * len(first) and (np.diff(first) == size).all():  # adds whole arrays, in reduceat's order
+        each = [amounts[:, :, member::size] for member in range(size)]
+        even: AnyFloats = each[0] + sum(each[2:], start=each[1])
+        return even
+    sums: AnyFloats = np.add.reduceat(amounts, first, axis=2)
+    return sums
+
+
+def _spread(sums: AnyFloats, hosts: Ints) -> AnyFloats:
+    """By host, as numbers by rank."""
+    if sums.shape[2] == len(hosts):
+        return sums
+    spread: AnyFloats = np.repeat(sums, np.unique(hosts, return_counts=True)[1], axis=2)
+    return spread
 
 
 def _overlap(starts: Floats, stops: Floats, need_starts: Floats, need_stops: Floats) -> Floats:

@@ -1,9 +1,9 @@
 """Time one part of a layer on this device: forward and backward, alone or while other ranks do the same."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from shoal.operators.base import Call, Op, Part, Rule
 from shoal.operators.registry import facts_of
 from shoal.partition import Span
 from shoal.profiling.roofline import flops
+from shoal.simulating.speeds import KernelTime
 
 MOST_FLOPS = 6e9
 """Larger parts are timed with fewer samples, in proportion: seconds per tile, not minutes."""
@@ -75,17 +76,18 @@ def time_kernel(
     *,
     input_grad: bool,
     together: Callable[[float], float] = lambda seconds: seconds,
-) -> tuple[float, float]:
-    """Median seconds (forward, backward) of one part.
+) -> KernelTime:
+    """Seconds of one part, its two gradients apart where the engine may find them so; a low quantile of the repeats.
 
     `together` is called before each run, to start with others: with the seconds so far, and gives the most of any rank,
     so that all stop at once.
     """
     part, scale = _fewer_samples(op, rule, part)
     forward: list[float] = []
-    backward: list[float] = []
+    to_input: list[float] = []
+    to_weights: list[float] = []
     tensors = _tensors(op, rule, part, dtype, device, input_grad=input_grad)
-    wanted = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    wanted = [[tensors[name] for name in names] for names in _wanted(op, rule, tensors)]
     call = Call(
         op=op,
         part=part,
@@ -97,7 +99,7 @@ def time_kernel(
     grad: Tensor | None = None
     scratch = torch.zeros(CACHE_BYTES // 4) if device.type == "cpu" else None
     for repeat in range(6):
-        if together(sum(forward) + sum(backward)) > ENOUGH and repeat > 3:
+        if together(sum(forward) + sum(to_input) + sum(to_weights)) > ENOUGH and repeat > 3:
             break
         start = _now(device)
         with torch.enable_grad():
@@ -105,15 +107,37 @@ def time_kernel(
         middle = _now(device)
         grad = torch.ones_like(out) if grad is None else grad
         _forget(scratch, grad)
-        again = _now(device)
-        if wanted and out.requires_grad:
-            torch.autograd.grad(out, wanted, grad, allow_unused=True)
-        end = _now(device)
+        ends = [_now(device)]
+        for number, some in enumerate(wanted if out.requires_grad else ()):
+            found = torch.autograd.grad(out, some, grad, allow_unused=True, retain_graph=number + 1 < len(wanted))
+            ends.append(_now(device))
+            del found  # not within what is timed: a step keeps it until the optimizer
         if repeat:  # the first run makes what later ones find
+            spent = [end - begin for begin, end in pairwise(ends)]
             forward.append(middle - start)
-            backward.append(end - again)
+            to_input.append(spent[0] if spent else 0.0)
+            to_weights.append(spent[1] if len(spent) > 1 else 0.0)
         del out
-    return median(forward) * scale, median(backward) * scale
+    return KernelTime(*(low(times) * scale for times in (forward, to_input, to_weights)))
+
+
+def low(times: Sequence[float]) -> float:
+    """The lower quartile: what is slow only since the machine was busy is not in it, nor is a single lucky time.
+
+    >>> low([5.0, 1.0, 2.0, 3.0, 9.0])
+    2.0
+    """
+    return sorted(times)[len(times) // 4]
+
+
+def _wanted(op: Op, rule: Rule, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Of which arguments the gradients are found together."""
+    learning = [name for name, _ in op.layer.tensors if name in tensors and tensors[name].requires_grad]
+    states = [name for name, reference in op.layer.tensors if name in learning and isinstance(reference, State)]
+    others = [name for name in learning if name not in states]
+    if rule.apart and states and others:
+        return [others, states]
+    return [learning] if learning else []
 
 
 def _forget(scratch: Tensor | None, grad: Tensor) -> None:

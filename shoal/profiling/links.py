@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.cluster import Level
+from shoal.profiling.kernels import low
 from shoal.transport import Transport, Waitable
 
 SIZES = (1 << 10, 16 << 10, 8 << 20, 32 << 20)
@@ -50,6 +51,7 @@ def measure_levels(transport: Transport, device: torch.device) -> tuple[Level, .
 
 def _level(name: str, size: int, step: int, transport: Transport, device: torch.device) -> Level:
     latency, per_byte = _exchange(transport, device, step)
+    wait, skew = _wait(transport, device, step, latency)
     ranks = tuple(range(transport.world)) if name == "network" else _host_group(transport.rank, size)
     sum_latency, sum_per_byte = _sum(transport, device, ranks)
     return Level(
@@ -59,7 +61,8 @@ def _level(name: str, size: int, step: int, transport: Transport, device: torch.
         latency=latency,
         sum_bandwidth=1 / sum_per_byte,
         sum_latency=sum_latency,
-        wait=_wait(transport, device, step, latency),
+        wait=wait,
+        skew=skew,
         contention=_contention(transport, device, ranks),
         shared=name == "network" and step > 1,
         source="measured: messages and sums of 1 KiB to 32 MiB",
@@ -110,19 +113,22 @@ def _sum(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> 
 
 
 def _fit(transport: Transport, device: torch.device, once: Callable[[Tensor], None]) -> tuple[float, float]:
-    """(latency, seconds per byte) from the median seconds of every size, the slowest rank's."""
-    medians: list[float] = []
+    """(latency, seconds per byte) from a low quantile of the seconds of every size, the slowest rank's.
+
+    Low, since what is measured is remembered: minutes in which the machine was busy must not be.
+    """
+    usual: list[float] = []
     for size in SIZES:
         tensor = torch.zeros(size // 4, device=device)
         times = []
-        for repeat in range(12 if size < 1 << 20 else 4):
+        for repeat in range(17 if size < 1 << 20 else 6):
             transport.gather_numbers([0.0])
             start = time.perf_counter()
             once(tensor)
             if repeat:
                 times.append(time.perf_counter() - start)
-        medians.append(median(times))
-    seconds = [max(row) for row in zip(*transport.gather_numbers(medians), strict=True)]
+        usual.append(low(times))
+    seconds = [max(row) for row in zip(*transport.gather_numbers(usual), strict=True)]
     return fit_line(SIZES, seconds)
 
 
@@ -138,29 +144,47 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     return max(median(left), 1e-7), per_byte
 
 
-def _wait(transport: Transport, device: torch.device, step: int, latency: float) -> float:
-    """What neighbours that compute some milliseconds between small messages lose at each, beyond the latency."""
+def _wait(transport: Transport, device: torch.device, step: int, latency: float) -> tuple[float, float]:
+    """What neighbours that compute between small messages lose at each, beyond the latency: (seconds, seconds more per
+    second that they computed), from some milliseconds and from four times as many.
+    """
     a = torch.rand(320, 320, device=device)
     tensor = torch.zeros(4096, device=device)
-    rounds = 20
+    exchange = _neighbours(transport, step)
 
-    def loop(meet: Callable[[], None]) -> float:
+    def loop(products: int, rounds: int, meet: Callable[[], None]) -> float:
         transport.gather_numbers([0.0])
         start = time.perf_counter()
         for _ in range(rounds):
-            for _ in range(4):
+            for _ in range(products):
                 a @ a
             meet()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / rounds
 
-    exchange = _neighbours(transport, step)
-    lost = []
-    for repeat in range(6):
-        alone = loop(lambda: None)
-        met = loop(lambda: exchange(tensor))
-        if repeat:
-            lost.append(max(row[0] for row in transport.gather_numbers([(met - alone) / rounds])))
-    return max(0.0, median(lost) - latency)
+    computed, lost = [], []
+    for products, rounds in ((4, 20), (16, 8)):
+        rows = []
+        for repeat in range(6):
+            alone = loop(products, rounds, lambda: None)
+            met = loop(products, rounds, lambda: exchange(tensor))
+            if repeat:
+                rows.append(transport.gather_numbers([alone, met - alone]))
+        computed.append(low([max(row[0] for row in row_of) for row_of in rows]))
+        lost.append(low([max(row[1] for row in row_of) for row_of in rows]))
+    return wait_and_skew(computed, lost, latency)
+
+
+def wait_and_skew(computed: Sequence[float], lost: Sequence[float], latency: float) -> tuple[float, float]:
+    """The line through (seconds computed, seconds lost) twice, less the latency; neither part is negative.
+
+    >>> wait_and_skew([1.0, 4.0], [0.5, 1.1], 0.1)
+    (0.2, 0.2)
+    >>> wait_and_skew([1.0, 4.0], [0.5, 0.4], 0.1)
+    (0.4, 0.0)
+    """
+    skew = max(0.0, (lost[1] - lost[0]) / max(computed[1] - computed[0], 1e-9))
+    skew = min(skew, max(0.0, (lost[0] - latency) / max(computed[0], 1e-9)))
+    return max(0.0, round(lost[0] - latency - skew * computed[0], 9)), round(skew, 9)
 
 
 def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ...]) -> float:
@@ -193,7 +217,7 @@ def _contention(transport: Transport, device: torch.device, ranks: tuple[int, ..
         return taken
 
     sums()
-    alone = median(sums() for _ in range(3))
+    alone = low([sums() for _ in range(4)])
     compute(2, behind=False)
     each = max(row[0] for row in transport.gather_numbers([compute(4, behind=False) / 4]))
     rounds = max(4, int(3 * alone / each))  # long enough for the sums to end within it

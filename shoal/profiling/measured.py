@@ -8,10 +8,11 @@ from shoal.errors import InputError
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import WHOLE
 from shoal.partition import Span
+from shoal.profiling.in_step import BACKWARD, FORWARD, tile_name
 from shoal.profiling.kernels import kernel_key
 from shoal.profiling.roofline import flops, roofline
 from shoal.simulating.speeds import KernelTime
-from shoal.timings import Timings
+from shoal.timings import InStep, Timings
 
 
 class UnmeasuredError(InputError):
@@ -33,8 +34,8 @@ class Measured:
 
     timings: Timings
     dtype: str = "float32"
-    in_situ: float = 1.0
-    """How many times longer this network's kernels take in a real step than alone."""
+    in_step: InStep = field(default_factory=InStep)
+    """What real steps of this network showed."""
     _asked: dict[str, KernelTime] = field(default_factory=dict, init=False)
 
     @property
@@ -49,13 +50,14 @@ class Measured:
 
     @property
     def step_overhead(self) -> float:
-        """As measured."""
-        return self.timings.step_overhead
+        """As measured, in real steps where there were any."""
+        return self.timings.step_overhead if self.in_step.between is None else self.in_step.between
 
     @property
     def update_per_byte(self) -> float:
-        """As measured."""
-        return self.timings.update_per_byte
+        """As measured, in real steps where there were any."""
+        shown = self.in_step.update_per_byte
+        return self.timings.update_per_byte if shown is None else shown
 
     @property
     def copy_per_byte(self) -> float:
@@ -68,8 +70,21 @@ class Measured:
         if key not in self._asked:
             known = self.timings.kernels.get(key)
             alone = self._composed(op, rule, part, cut, input_grad=input_grad) if known is None else KernelTime(*known)
-            self._asked[key] = KernelTime(alone.forward * self.in_situ, alone.backward * self.in_situ)
+            self._asked[key] = self._in_step(key, op.layer.op, alone)
         return self._asked[key]
+
+    def _in_step(self, key: str, operator: str, alone: KernelTime) -> KernelTime:
+        """What it takes in a step. The factors are of the kernel and half of what a layer costs besides, each pass."""
+        half = self.layer_overhead / 2
+
+        def factor(which: str) -> float:
+            factors = self.in_step.factors
+            return factors.get(tile_name(key, which), factors.get(f"{operator} {which}", 1.0))
+
+        forward = max(0.0, factor(FORWARD) * (alone.forward + half) - half)
+        backward = max(0.0, factor(BACKWARD) * (alone.backward + half) - half)
+        share = alone.to_input / alone.backward if alone.backward else 1.0
+        return KernelTime(forward, backward * share, backward * (1 - share))
 
     def _composed(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime:
         whole = {axis.letter: Span(0, axis.size) for axis in rule.axes(op)} if rule is not WHOLE else {}
@@ -77,18 +92,26 @@ class Measured:
         if base is None:
             raise UnmeasuredError(op.layer.name)
         work = max(flops(op, whole, rule), 1.0)
-        forward, backward = [], []
+        shares: list[tuple[float, ...]] = []
         for letter in sorted(cut):
             single_part = {**whole, letter: part[letter]}
             single = self._known(op, rule, single_part, frozenset(letter), input_grad=input_grad)
             share = max(flops(op, single_part, rule), 1.0) / work
-            forward.append(single.forward / base.forward if single and base.forward else share)
-            backward.append(single.backward / base.backward if single and base.backward else share)
-        return KernelTime(base.forward * prod(forward), base.backward * prod(backward))
+            shares.append(
+                tuple(
+                    of_single / of_base if single and of_base else share
+                    for of_single, of_base in zip(_passes(single or base), _passes(base), strict=True)
+                )
+            )
+        return KernelTime(*(seconds * prod(share[i] for share in shares) for i, seconds in enumerate(_passes(base))))
 
     def _known(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime | None:
         seconds = self.timings.kernels.get(kernel_key(op, rule, part, cut, self.dtype, input_grad=input_grad))
         return None if seconds is None else KernelTime(*seconds)
+
+
+def _passes(time: KernelTime) -> tuple[float, float, float]:
+    return time.forward, time.to_input, time.to_weights
 
 
 @dataclass(frozen=True)
@@ -112,4 +135,4 @@ class Analytic:
 
     def kernel(self, op: Op, rule: Rule, part: Part, cut: frozenset[str], *, input_grad: bool) -> KernelTime:  # noqa: ARG002
         """One part of a layer."""
-        return KernelTime(*roofline(op, part, rule, self.cluster.device, self.itemsize, input_grad=input_grad))
+        return roofline(op, part, rule, self.cluster.device, self.itemsize, input_grad=input_grad)

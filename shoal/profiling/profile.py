@@ -4,7 +4,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from statistics import median
 
 import psutil
 import torch
@@ -17,8 +16,9 @@ from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import rule_for
 from shoal.planning.costs import first_part
 from shoal.planning.stages import Stage
-from shoal.profiling.kernels import kernel_key, time_kernel
+from shoal.profiling.kernels import kernel_key, low, time_kernel
 from shoal.profiling.links import here, measure_levels
+from shoal.simulating.speeds import KernelTime
 from shoal.timings import Timings
 from shoal.transport import Transport
 
@@ -63,7 +63,7 @@ def profile(
     timings = known if known is not None else measure_machine(transport, device, progress)
     name = str(dtype).removeprefix("torch.")
     wanted = [tile for tile in tiles_to_time(stages, flowing, name) if tile[0] not in timings.kernels]
-    measured: dict[str, tuple[float, float]] = {}
+    measured: dict[str, KernelTime] = {}
     for number, (key, op, rule, part, letters, input_grad) in enumerate(wanted):
         progress(number, len(wanted), op.layer.name)
         measured[key] = time_kernel(
@@ -78,10 +78,12 @@ def profile(
             together=lambda seconds: max(row[0] for row in transport.gather_numbers([seconds])),
         )
     progress(len(wanted), len(wanted), "")
-    numbers = [number for times in measured.values() for number in times]
+    numbers = [seconds for time in measured.values() for seconds in (time.forward, time.to_input, time.to_weights)]
     rows = transport.gather_numbers(numbers) if numbers else []
     means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
-    return timings.with_kernels({key: (means[2 * i], means[2 * i + 1]) for i, key in enumerate(measured)})
+    return timings.with_kernels(
+        {key: (means[3 * i], means[3 * i + 1], means[3 * i + 2]) for i, key in enumerate(measured)}
+    )
 
 
 def measure_machine(transport: Transport, device: torch.device, progress: OnMeasured = lambda *_: None) -> Timings:
@@ -132,7 +134,7 @@ def _time(run: Callable[[], object], repeats: int) -> float:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return low(times)
 
 
 def _overheads(transport: Transport, device: torch.device) -> tuple[float, float]:
@@ -152,7 +154,7 @@ def _overheads(transport: Transport, device: torch.device) -> tuple[float, float
             model(x).sum().backward()
             if repeat > 1:
                 times.append(time.perf_counter() - start)
-        seconds.append(median(times))
+        seconds.append(low(times))
     x = torch.rand(2, 16, device=device, requires_grad=True)
     grad = torch.ones(2, 16, device=device)
     kernel = _time(lambda: torch.autograd.grad(torch.relu(x), x, grad), 20)

@@ -3,12 +3,16 @@
     seconds of a kernel = max(flops / (peak * fraction), bytes / memory bandwidth) + launch
 
 The fraction is the device's efficiency curve for convolutions and matrix products, and its upper end for all
-others, whose time their bytes decide.
+others, whose time their bytes decide. A convolution is the product of matrices that an implicit GEMM computes: a
+result of so many rows (pixels of all samples) and columns (channels), padded to whole tiles of the device. So few
+channels, and few pixels, cost as much as those of a tile; that is NVIDIA's "tile quantization" (Matrix Multiplication
+Background, User's Guide).
 
-What this does not see: the shape of a kernel (narrow channels, odd sizes, a strided or depthwise convolution run
-below the curve), faster algorithms (Winograd, FFT) and tensor cores, which pass the peak, caches that keep a tensor
-between layers, kernels that a compiler fuses, copies to make a view contiguous, padding and halo assembled
-before the layer, two kernels at a time, clocks that fall with heat. It ranks cuts; it is no measurement.
+What this does not see: other shapes (a strided or depthwise convolution runs below the curve), the last wave of
+tiles, which leaves some units idle, narrow tiles that are less efficient than wide ones, faster algorithms (Winograd,
+FFT) and tensor cores, which pass the peak, caches that keep a tensor between layers, kernels that a compiler fuses,
+copies to make a view contiguous, padding and halo assembled before the layer, two kernels at a time, clocks that fall
+with heat. It ranks cuts; it is no measurement.
 """
 
 from shoal.cluster import Device
@@ -16,11 +20,12 @@ from shoal.graph import State
 from shoal.operators.base import Op, Part, Rule
 from shoal.operators.registry import facts_of
 from shoal.partition import volume
+from shoal.simulating.speeds import KernelTime
 
 
 def roofline(
     op: Op, part: Part, rule: Rule, device: Device, itemsize: int = 4, *, input_grad: bool = True
-) -> tuple[float, float]:
+) -> KernelTime:
     """Seconds of forward and of backward of one part of a layer. Views are free.
 
     A convolution or matrix product has a kernel like forward's for each gradient, that of its input and that of its
@@ -29,19 +34,21 @@ def roofline(
     """
     facts = facts_of(op.layer.op)
     if facts.view:
-        return 0.0, 0.0
+        return KernelTime(0.0)
     work, touched = flops(op, part, rule), bytes_touched(op, part, rule, itemsize)
     curved = facts.contracts
-    forward = _kernel(work, touched, device, curved=curved)
+    of_output, of_input, of_weights = _results(op, part, rule)
+    forward = _kernel(work, touched, device, of_output, curved=curved)
     has_parameters = any(isinstance(reference, State) for _, reference in op.layer.tensors)
     if not op.layer.output.differentiable or not (input_grad or has_parameters):
-        return forward, 0.0
+        return KernelTime(forward)
     if curved:
-        return forward, forward * (2 if input_grad else 1)
+        to_input = _kernel(work, touched, device, of_input, curved=True) if input_grad else 0.0
+        return KernelTime(forward, to_input, _kernel(work, touched, device, of_weights, curved=True))
     if facts.passes_gradient:
-        return forward, 0.0
+        return KernelTime(forward)
     gradient = volume(rule.writes(op, part)) * itemsize
-    return forward, _kernel(work, touched + gradient, device, curved=False)
+    return KernelTime(forward, _kernel(work, touched + gradient, device, None, curved=False))
 
 
 def flops(op: Op, part: Part, rule: Rule) -> int:
@@ -66,9 +73,27 @@ def bytes_touched(op: Op, part: Part, rule: Rule, itemsize: int = 4) -> int:
     return (sum(read) + again + volume(rule.writes(op, part))) * itemsize
 
 
-def _kernel(work: float, touched: float, device: Device, *, curved: bool) -> float:
+Result = tuple[float, float]
+"""Rows and columns of what a product of matrices computes."""
+
+
+def _results(op: Op, part: Part, rule: Rule) -> tuple[Result | None, Result | None, Result | None]:
+    """What forward and the two gradients compute, where they are products: pixels and samples by channels, and output
+    channels by input channels and windows, whose sums over pixels and samples can be divided without end.
+    """
+    needs = rule.needs(op, part)
+    channels = facts_of(op.layer.op).channels(op, needs)
+    if channels is None:
+        return None, None, None
+    outputs, inputs = channels
+    written, read = volume(rule.writes(op, part)), volume(needs["input"].box)
+    weights = volume(needs["weight"].box)
+    return (written / outputs, outputs), (read / inputs, inputs), (outputs, weights / outputs)
+
+
+def _kernel(work: float, touched: float, device: Device, result: Result | None, *, curved: bool) -> float:
     """Seconds of one kernel; nothing to do takes none."""
     if not work and not touched:
         return 0.0
-    fraction = device.efficiency.fraction(work) if curved and work else device.efficiency.peak_fraction
+    fraction = device.efficiency.fraction(work, result) if curved and work else device.efficiency.peak_fraction
     return max(work / (device.flops * fraction), touched / device.memory_bandwidth) + device.efficiency.launch

@@ -5,6 +5,7 @@ the classes of those that they meet in moves, in sums and behind a card. What re
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,42 +19,30 @@ def classes_of(ranks: int, features: Iterable[Ints], meetings: Sequence[Bools], 
     `features`: numbers by rank that tell ranks apart; `meetings`: (ranks, ranks), who gets something from whom, in
     either direction; `groupings`: for every rank the number of the group that it is in, -1 for none.
     """
-    colours = np.zeros(ranks, dtype=np.int64)
-    for feature in features:
-        colours = _finer(colours, feature)
+    colours = _numbered(np.column_stack([np.zeros(ranks, dtype=np.int64), *features]))
     directions = [side.astype(np.float32) for meeting in meetings for side in (meeting, meeting.T)]
     stacked = np.concatenate(directions) if directions and ranks * ranks * len(directions) <= 1 << 24 else None
     while True:
         count = int(colours.max()) + 1
         if count == ranks:
             return colours
-        before, each = colours, np.eye(count, dtype=np.float32)[colours]
+        each = np.eye(count, dtype=np.float32)[colours]
+        told = [colours[:, None].astype(np.float32)]
         if stacked is not None:
-            met = (stacked @ each).reshape(len(directions), ranks, count).transpose(1, 0, 2).reshape(ranks, -1)
-            colours = _finer(colours, _numbered(met))
+            told.append((stacked @ each).reshape(len(directions), ranks, count).transpose(1, 0, 2).reshape(ranks, -1))
         else:
-            for direction in directions:
-                colours = _finer(colours, _numbered(direction @ each))
+            told += [_numbered(direction @ each)[:, None].astype(np.float32) for direction in directions]
         for grouping in groupings:
             sums = np.zeros((int(grouping.max()) + 2, count), dtype=np.float32)
             np.add.at(sums, grouping, each)
-            colours = _finer(colours, _numbered(sums)[grouping])
-        if int(colours.max()) + 1 == count:
-            return before
+            told.append(sums[grouping])
+        finer = _numbered(np.concatenate(told, axis=1))
+        if int(finer.max()) + 1 == count:
+            return colours
+        colours = finer
 
 
-def _finer(colours: Ints, feature: Ints) -> Ints:
-    """Classes told apart by one more number."""
-    _, numbers = np.unique(feature, return_inverse=True)
-    _, first, mixed = np.unique(colours * (int(numbers.max()) + 1) + numbers, return_index=True, return_inverse=True)
-    order = np.empty(len(first), dtype=np.int64)
-    order[np.argsort(first, kind="stable")] = np.arange(len(first))
-    finer: Ints = order[mixed]
-    return finer
-
-
-def _numbered(rows: NDArray[np.float32]) -> Ints:
-    """Equal rows have equal numbers."""
-    _, numbers = np.unique(np.ascontiguousarray(rows), axis=0, return_inverse=True)
-    distinct: Ints = numbers.reshape(-1).astype(np.int64)
-    return distinct
+def _numbered(rows: NDArray[Any]) -> Ints:
+    """Equal rows have equal numbers, counted by first appearance."""
+    known: dict[bytes, int] = {}
+    return np.array([known.setdefault(row.tobytes(), len(known)) for row in np.ascontiguousarray(rows)], dtype=np.int64)

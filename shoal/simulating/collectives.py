@@ -10,7 +10,7 @@ time.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, log2
 
 from shoal.cluster import Cluster
@@ -113,6 +113,19 @@ def pair_phases(size: float, shape: Shape, cluster: Cluster) -> tuple[Phase, ...
     return (Phase(level.meeting, (Load(index, busy, busy),)),)
 
 
+def gather_phases(size: float, shape: Shape, cluster: Cluster) -> tuple[Phase, ...]:
+    """Every rank sends `size` bytes to each of the others, all at once; nothing for a group of one."""
+    loads, near = [], 1
+    crossed = _crossed(shape)
+    for index in crossed:
+        level, joined = cluster.levels[index], shape.counts[index]
+        crossing = (joined - 1) * near * size / level.bandwidth
+        loads.append(Load(index, crossing, crossing * near))
+        near *= joined
+    latency = max((cluster.levels[index].latency for index in crossed), default=0.0)
+    return (Phase(latency, tuple(loads)),) if loads else ()
+
+
 def layer_sum_phases(size: float, shape: Shape, sharing: tuple[int, ...], cluster: Cluster) -> tuple[Phase, ...]:
     """The same for a sum within a layer, which its ranks wait for, one of them always later than the others."""
     if shape.ranks < 2:
@@ -126,6 +139,45 @@ def layer_sum_phases(size: float, shape: Shape, sharing: tuple[int, ...], cluste
 def phase_seconds(phases: Iterable[Phase], sharing: Sequence[int], cluster: Cluster) -> float:
     """How long phases take one after the other."""
     return sum(phase.seconds(cluster, sharing) for phase in phases)
+
+
+@dataclass
+class Sums:
+    """Sums on one cluster. What was asked before is remembered: the plans of a search ask the same again and again."""
+
+    cluster: Cluster
+    _shapes: dict[Sequence[int], Shape] = field(default_factory=dict)
+    _sharing: dict[tuple[Sequence[int], ...], tuple[int, ...]] = field(default_factory=dict)
+    _phases: dict[object, tuple[Phase, ...]] = field(default_factory=dict)
+    _seconds: dict[object, float] = field(default_factory=dict)
+
+    def shape(self, group: Sequence[int]) -> Shape:
+        """As `shape_of`, of a group that can be a key: a tuple or a range."""
+        if group not in self._shapes:
+            self._shapes[group] = shape_of(group, self.cluster)
+        return self._shapes[group]
+
+    def sharing(self, groups: tuple[Sequence[int], ...]) -> tuple[int, ...]:
+        """As `sharing_of`."""
+        if groups not in self._sharing:
+            self._sharing[groups] = sharing_of(groups, self.cluster)
+        return self._sharing[groups]
+
+    def phases(self, size: float, shape: Shape, sharing: tuple[int, ...], *, in_layer: bool) -> tuple[Phase, ...]:
+        """As `layer_sum_phases` or `sum_phases`."""
+        key = (size, shape, sharing, in_layer)
+        if key not in self._phases:
+            way = layer_sum_phases if in_layer else sum_phases
+            self._phases[key] = way(size, shape, sharing, self.cluster)
+        return self._phases[key]
+
+    def seconds(self, size: float, shape: Shape, sharing: tuple[int, ...], *, in_layer: bool) -> float:
+        """How long those phases take one after the other."""
+        key = (size, shape, sharing, in_layer)
+        if key not in self._seconds:
+            phases = self.phases(size, shape, sharing, in_layer=in_layer)
+            self._seconds[key] = phase_seconds(phases, sharing, self.cluster)
+        return self._seconds[key]
 
 
 def _crossed(shape: Shape) -> list[int]:

@@ -1,27 +1,22 @@
 """What tasks take on given devices and links, each alone: seconds of kernels, bytes of moves, ways of sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
+from shoal.errors import InputError
 from shoal.lowering.placement import Placed
 from shoal.lowering.step_traffic import GRADIENTS
-from shoal.lowering.tasks import Bytes, Kernel, Moved, Summed, Task, Tasks
-from shoal.partition import volume
-from shoal.simulating.collectives import (
-    Phase,
-    Shape,
-    is_card,
-    layer_sum_phases,
-    phase_seconds,
-    shape_of,
-    sharing_of,
-    sum_phases,
-    unit_size,
-)
+from shoal.lowering.tasks import Bytes, Gathered, Kernel, Moved, Summed, Task, Tasks
+from shoal.operators.base import Op, Part
+from shoal.operators.registry import rule_for
+from shoal.partition import Span, volume
+from shoal.simulating.collectives import Phase, Shape, Sums, gather_phases, is_card, phase_seconds, unit_size
 from shoal.simulating.flows import Flows, Ints, elements_between, flows_of
 from shoal.simulating.speeds import KernelTime, Speeds
 
@@ -36,22 +31,39 @@ class Durations:
     speeds: Speeds
     kernels: dict[object, KernelTime] = field(default_factory=dict)
     """By layer, part and cut; may be shared between plans of one network."""
+    known: Sums | None = None
+    """What is known of sums on the cluster; may be shared likewise."""
     _flows: dict[tuple[int, int], Flows] = field(default_factory=dict)
     _volumes: dict[int, Ints] = field(default_factory=dict)
-    _sharing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _computed: dict[int, Floats] = field(default_factory=dict)
+    _groups: dict[int, list[tuple[int, Shape, tuple[int, ...]]]] = field(default_factory=dict)
 
     @property
     def cluster(self) -> Cluster:
         """The links."""
         return self.speeds.cluster
 
+    @cached_property
+    def adding(self) -> Sums:
+        """How ranks add something up."""
+        return self.known or Sums(self.cluster)
+
     def compute(self, task: Task) -> Floats:
         """By rank, seconds of a task that computes; 0 for ranks without a part."""
+        if id(task) not in self._computed:
+            self._computed[id(task)] = self._compute(task)
+        return self._computed[id(task)]
+
+    def _compute(self, task: Task) -> Floats:
         match task.work:
+            case Kernel(placed=placed, over=over, of=of) if over:
+                seconds: Floats = np.zeros(self.tasks.ranks)
+                seconds[list(task.ranks)] = self._product_seconds(placed, over, of)
+                return seconds
             case Kernel(placed=placed, of=of):
                 volumes = self.volumes(placed)
                 largest = max(int(volumes[task.ranks[0]]) if task.ranks else 1, 1)
-                return self._kernel_seconds(task, placed) / of * volumes / largest
+                return self._kernel_seconds(task, placed, of) * volumes / largest
             case Moved():
                 return self.arriving(task.work) * self.speeds.copy_per_byte
             case Bytes(by_rank=sizes):
@@ -59,22 +71,34 @@ class Durations:
             case _:
                 raise TypeError(f"a task of kind {task.kind!r} does not compute")
 
-    def _kernel_seconds(self, task: Task, placed: Placed) -> float:
-        """Of the largest part."""
+    def _kernel_seconds(self, task: Task, placed: Placed, of: int) -> float:
+        """Of the largest part; `of`: the tasks into which its pass is divided, 2 of backward into its two gradients."""
         time = self.kernel(placed)
-        half = self.speeds.layer_overhead / 2
-        return (time.forward if task.kind == "forward" else time.backward) + half
+        seconds = time.forward
+        if task.kind != "forward":
+            apart = time.to_input if task.kind == "input gradient" else time.to_weights
+            seconds = time.backward if of == 1 else apart * 2 / of
+        return seconds + self.speeds.layer_overhead / 2 / of
 
     def kernel(self, placed: Placed) -> KernelTime:
         """Of the first part of a layer, which no other exceeds."""
         part = next(part for part in placed.parts if part is not None)
+        return self._kernel(placed, part, placed.cut_letters)
+
+    def _kernel(self, placed: Placed, part: Part, letters: frozenset[str]) -> KernelTime:
         flowing = self.tasks.flowing
-        key = (placed.layer.name, tuple(part.items()), placed.cut_letters)
+        key = (placed.layer.name, tuple(part.items()), letters)
         if key not in self.kernels:
             to_input = any(read in flowing for read in placed.layer.reads)
-            seconds = self.speeds.kernel(placed.op, placed.rule, part, placed.cut_letters, input_grad=to_input)
-            self.kernels[key] = seconds if placed.layer.name in flowing else KernelTime(seconds.forward, 0.0)
+            seconds = self.speeds.kernel(placed.op, placed.rule, part, letters, input_grad=to_input)
+            self.kernels[key] = seconds if placed.layer.name in flowing else KernelTime(seconds.forward)
         return self.kernels[key]
+
+    def _product_seconds(self, placed: Placed, over: frozenset[str], of: int) -> float:
+        """The weight's gradient of a layer's largest part, were it whole along the letters `over`."""
+        part = next(part for part in placed.parts if part is not None)
+        time = kernel_of_all_rows(partial(self._kernel, placed), placed.op, part, placed.cut_letters, over)
+        return time.to_weights + self.speeds.layer_overhead / 2 / of
 
     def volumes(self, placed: Placed) -> Ints:
         """By rank, elements that its part writes, at least 1; 0 without a part."""
@@ -116,33 +140,50 @@ class Durations:
             amounts = np.add.reduceat(amounts, np.arange(0, len(amounts), unit_size(self.cluster, index)))
         return int(amounts.max(initial=0))
 
-    def sharing(self, work: Summed) -> tuple[int, ...]:
-        """By level, groups of the same task behind one card."""
-        if id(work) not in self._sharing:
-            self._sharing[id(work)] = sharing_of(work.groups, self.cluster)
-        return self._sharing[id(work)]
-
     def phases(self, task: Task, number: int) -> tuple[Phase, ...]:
-        """How one group of a sum adds up."""
-        assert isinstance(task.work, Summed)
-        shape = shape_of(task.work.groups[number], self.cluster)
-        return self._phases(task, task.work.bytes[number], shape, self.sharing(task.work))
-
-    def _phases(self, task: Task, size: int, shape: Shape, sharing: tuple[int, ...]) -> tuple[Phase, ...]:
-        way = sum_phases if task.label == GRADIENTS else layer_sum_phases
-        return way(size, shape, sharing, self.cluster)
+        """How one group of a sum adds up, or sends what each of its ranks has to the others."""
+        return self._phases(task, *self._sums(task)[number])
 
     def sum_seconds(self, task: Task) -> float:
         """How long a sum takes alone, in its slowest group."""
-        assert isinstance(task.work, Summed)
-        sharing = self.sharing(task.work)
-        shapes: dict[tuple[Shape, int], float] = {}
-        for group, size in zip(task.work.groups, task.work.bytes, strict=True):
-            shape = shape_of(group, self.cluster)
-            if (shape, size) not in shapes:
-                phases = self._phases(task, size, shape, sharing)
-                shapes[shape, size] = phase_seconds(phases, sharing, self.cluster)
-        return max(shapes.values(), default=0.0)
+        groups = set(self._sums(task))
+        if isinstance(task.work, Gathered):
+            return max(phase_seconds(self._phases(task, *group), group[2], self.cluster) for group in groups)
+        in_layer = task.label != GRADIENTS
+        return max((self.adding.seconds(*group, in_layer=in_layer) for group in groups), default=0.0)
+
+    def _phases(self, task: Task, size: int, shape: Shape, sharing: tuple[int, ...]) -> tuple[Phase, ...]:
+        if isinstance(task.work, Gathered):
+            return gather_phases(size, shape, self.cluster)
+        return self.adding.phases(size, shape, sharing, in_layer=task.label != GRADIENTS)
+
+    def _sums(self, task: Task) -> list[tuple[int, Shape, tuple[int, ...]]]:
+        """Of every group its bytes, how it lies in the cluster, and how many like it share a card by level."""
+        assert isinstance(task.work, Summed | Gathered)
+        if id(task) not in self._groups:
+            groups, sharing = task.work.groups, self.adding.sharing(task.work.groups)
+            shapes = [self.adding.shape(group) for group in groups]
+            self._groups[id(task)] = [
+                (size, shape, sharing) for size, shape in zip(task.work.bytes, shapes, strict=True)
+            ]
+        return self._groups[id(task)]
+
+
+def kernel_of_all_rows(
+    kernel: Callable[[Part, frozenset[str]], KernelTime],
+    op: Op,
+    part: Part,
+    letters: frozenset[str],
+    over: frozenset[str],
+) -> KernelTime:
+    """Of a part with all rows along `over` of its cut's `letters`: as `kernel` knows it, or in proportion."""
+    sizes = {axis.letter: axis.size for axis in rule_for(op).axes(op)}
+    whole = {letter: Span(0, sizes[letter]) if letter in over else span for letter, span in part.items()}
+    try:
+        return kernel(whole, letters - over)
+    except InputError:  # it was not measured
+        own, times = kernel(part, letters), prod(sizes[letter] / len(part[letter]) for letter in over)
+        return KernelTime(own.forward * times, own.to_input * times, own.to_weights * times)
 
 
 def sent_bytes(tasks: Sequence[Task], durations: Durations) -> list[int]:
@@ -154,6 +195,8 @@ def sent_bytes(tasks: Sequence[Task], durations: Durations) -> list[int]:
                 sizes.append(int(durations.flows(task.work).sent.sum()) * task.work.itemsize)
             case Summed(groups=groups, bytes=by_group):
                 sizes.append(sum(2 * (len(group) - 1) * size for group, size in zip(groups, by_group, strict=True)))
+            case Gathered(groups=groups, by_rank=by_rank):
+                sizes.append(sum((len(group) - 1) * by_rank[rank] for group in groups for rank in group))
             case _:
                 sizes.append(0)
     return sizes

@@ -7,6 +7,7 @@
               tile when both are through, and all that it gets something from have sent theirs
     sums      begin when the last rank of a group has come, and go through the phases of the quickest algorithm
     contention  a sum behind computing slows it, by the link's `contention`
+    skew        who computed longer since it last met others waits longer for them, by the link's `skew`
 
 What this leaves out: a flow that is slow elsewhere still takes its equal part of a link.
 """
@@ -19,7 +20,7 @@ from math import isnan, nan
 import numpy as np
 
 from shoal.lowering.step_traffic import GRADIENTS
-from shoal.lowering.tasks import Kernel, Moved, Summed, Task
+from shoal.lowering.tasks import Gathered, Kernel, Moved, Summed, Task
 from shoal.simulating.classes import classes_of
 from shoal.simulating.collectives import Phase, is_card, unit_size
 from shoal.simulating.durations import Durations, Floats
@@ -83,7 +84,7 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
     ranks = durations.tasks.ranks
     if noise.random:
         return np.arange(ranks)
-    features: dict[int, Ints] = {-1: np.array([round(noise.speeds.get(rank, 1.0) * 1e9) for rank in range(ranks)])}
+    features: dict[object, Ints] = {-1: np.array([round(noise.speeds.get(rank, 1.0) * 1e9) for rank in range(ranks)])}
     meetings: dict[int, Bools] = {}
     groupings: dict[object, Ints] = {}
     cards = [index for index in range(len(durations.cluster.levels)) if is_card(durations.cluster, index)]
@@ -91,8 +92,10 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
         groupings[index] = np.arange(ranks) // unit_size(durations.cluster, index)
     for task in durations.tasks.tasks:
         match task.work:
-            case Kernel(placed=placed):
+            case Kernel(placed=placed, over=over):
                 features[id(placed)] = durations.volumes(placed)
+                if over:  # ranks without rows of their own work on those of the others too
+                    features[id(task)] = np.isin(np.arange(ranks), task.ranks).astype(np.int64)
             case Moved(have=have):
                 flows = durations.flows(task.work)
                 features[id(flows.arriving)] = flows.arriving
@@ -100,7 +103,7 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
                     features[hash((id(flows), number))] = amounts
                 if task.kind == "move" and not task.work.back:
                     meetings[hash((id(have), id(task.work.need)))] = flows.sources
-            case Summed(groups=groups, bytes=sizes):
+            case Summed(groups=groups, bytes=sizes) | Gathered(groups=groups, bytes=sizes):
                 if groups not in groupings:
                     grouping = np.full(ranks, -1, dtype=np.int64)
                     for number, group in enumerate(groups):
@@ -110,7 +113,7 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
                         features[hash((id(task), index))] = _groups_behind(
                             grouping, unit_size(durations.cluster, index)
                         )
-                features[id(task)] = np.array([*sizes, 0])[groupings[groups]]
+                features[groups, sizes] = np.array([*sizes, 0])[groupings[groups]]
             case _:
                 features[id(task)] = np.array(task.work.by_rank)
     return classes_of(ranks, features.values(), list(meetings.values()), list(groupings.values()))
@@ -140,6 +143,8 @@ class _Rank:
     since: float = 0.0
     behind: int = 0
     """Sums that go on behind it."""
+    apart: float = 0.0
+    """Seconds that it computed since it last met others."""
     version: int = 0
 
 
@@ -159,15 +164,20 @@ class _Player:
         self.agenda = Agenda()
         self.links = Links(self.agenda)
         self.contention = max((level.contention for level in self.cluster.levels), default=0.0)
+        self.skew = max((level.skew for level in self.cluster.levels), default=0.0)
+        self.steady = not self.contention and not noise.random
         self.units = [self._unit_classes(index) for index in range(len(self.cluster.levels))]
         self.members = [_some(classes, task, self.count) for task in self.tasks]
         self.seconds = [self._compute_seconds(task) for task in self.tasks]
         self.moves = [self._parties(task) if task.kind == "move" else None for task in self.tasks]
+        self.known_groups: dict[object, list[_Group | None]] = {}
         self.groups = [self._groups(task) if task.kind == "sum" else None for task in self.tasks]
         self.waiting: dict[tuple[int, int], list[int]] = {}
         """(task, class) -> classes that wait for it: the class itself."""
         self.posted: dict[int, set[int]] = {}
         self.begun: set[tuple[int, int, str]] = set()
+        self.apart: dict[tuple[int, int], float] = {}
+        """(task, class) -> seconds that it had computed by itself when it came to it."""
         self.open: dict[tuple[int, int], int] = {}
         """(task, class) -> parts of a move that are not through yet."""
 
@@ -203,11 +213,17 @@ class _Player:
         )
 
     def _groups(self, task: Task) -> list["_Group | None"]:
-        """By class: its group, one for all classes that are in it."""
-        assert isinstance(task.work, Summed)
+        """By class: its group, one for all classes that are in it; worked out once for sums that are alike."""
+        assert isinstance(task.work, Summed | Gathered)
+        key = (type(task.work), task.work.groups, task.work.bytes, task.label == GRADIENTS)
+        if key not in self.known_groups:
+            self.known_groups[key] = self._find_groups(task, task.work)
+        return self.known_groups[key]
+
+    def _find_groups(self, task: Task, work: Summed | Gathered) -> list["_Group | None"]:
         number_of = np.full(len(self.classes), -1, dtype=np.int64)
         kinds: list[tuple[int, ...]] = []
-        for number, group in enumerate(task.work.groups):
+        for number, group in enumerate(work.groups):
             number_of[list(group)] = number
             kinds.append(tuple(sorted(self.classes[list(group)].tolist())))
         groups: dict[tuple[int, ...], _Group] = {}
@@ -220,7 +236,7 @@ class _Player:
             kind = kinds[number]
             if kind not in groups:
                 phases = self.durations.phases(task, number)
-                links = [self._links_of(task.work.groups[number], number_of, kinds, phase) for phase in phases]
+                links = [self._links_of(work.groups[number], number_of, kinds, phase) for phase in phases]
                 groups[kind] = _Group(frozenset(kind), phases, links)
             by_class.append(groups[kind])
         return by_class
@@ -258,8 +274,11 @@ class _Player:
         return lambda now: self._walk(number, now)
 
     def _walk(self, number: int, now: float) -> None:
-        """Go on through the list until something has to be waited for."""
-        rank, length = self.ranks[number], len(self.tasks)
+        """Go on through the list until something has to be waited for.
+
+        Where nothing can change how long a task takes, the rank goes ahead of the agenda until others are concerned.
+        """
+        rank, length, ahead = self.ranks[number], len(self.tasks), False
         while rank.place < self.length:
             at = rank.place
             index = at % length
@@ -271,27 +290,39 @@ class _Player:
             if number not in self.members[index]:
                 rank.place += 1
                 continue
+            awaited = [at - index + other for other in task.after if not self._has(number, at - index + other)]
+            if ahead and (awaited or task.resource == "network"):
+                self.agenda.note(now, self._walker(number))
+                return
             if task.resource == "compute":
-                rank.missing = self._wait_for(number, [at - index + other for other in task.after])
+                rank.missing = self._wait_for(number, awaited)
                 if rank.missing:
                     return
-                if self._compute(number, at, now):
+                if self.steady:
+                    self.starts[at][number] = now
+                    now += self.seconds[index][number]
+                    rank.apart += self.seconds[index][number]
+                    self.ends[at][number] = now
+                    rank.place += 1
+                    ahead = True
+                elif self._compute(number, at, now):
                     return
             else:
                 self._post(number, at, now)
                 rank.place += 1
                 if task.waits:
-                    rank.missing = self._wait_for(number, [at])
+                    rank.missing = self._wait_for(number, [] if self._has(number, at) else [at])
                     if rank.missing:
                         return
 
+    def _has(self, number: int, at: int) -> bool:
+        """Whether a task of the network is through for a class, or none of its business."""
+        return not isnan(self.ends[at][number]) or number not in self.members[at % len(self.tasks)]
+
     def _wait_for(self, number: int, places: Sequence[int]) -> int:
-        missing = 0
         for at in places:
-            if number in self.members[at % len(self.tasks)] and isnan(self.ends[at][number]):
-                self.waiting.setdefault((at, number), []).append(number)
-                missing += 1
-        return missing
+            self.waiting.setdefault((at, number), []).append(number)
+        return len(places)
 
     def _done(self, at: int, number: int, now: float) -> None:
         """A task of the network is through for one class."""
@@ -321,6 +352,7 @@ class _Player:
             self.ends[at][number] = now
             return False
         rank.computing, rank.left, rank.since = at, seconds, now
+        rank.apart += seconds
         self._expect(number, now)
         return True
 
@@ -356,6 +388,8 @@ class _Player:
     def _post(self, number: int, at: int, now: float) -> None:
         index = at % len(self.tasks)
         self.starts[at][number] = now
+        if self.tasks[index].label != GRADIENTS:  # nobody waits for those yet
+            self.apart[at, number], self.ranks[number].apart = self.ranks[number].apart, 0.0
         posted = self.posted.setdefault(at, set())
         posted.add(number)
         if self.moves[index] is not None:
@@ -381,6 +415,8 @@ class _Player:
             return
         links = group.links[phase]
         after = group.phases[phase].latency
+        if not phase:
+            after += self.skew * max(self.apart.get((at, number), 0.0) for number in group.classes)
         left = 2 * len(links)
 
         def through(then: float) -> None:
@@ -439,7 +475,9 @@ class _Player:
                 kind, there = self.units[index_of_level][number]
                 name, alike = (direction, index_of_level, "card", kind), there[number]
 
-            def landed(then: float, latency: float = level.meeting) -> None:
+            late = level.meeting + level.skew * self.apart[at, number]
+
+            def landed(then: float, latency: float = late) -> None:
                 self.agenda.note(then + latency, through)
 
             self.links.carry(name, amount * work.itemsize / level.bandwidth, alike, landed)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shoal.lowering.step_traffic import GRADIENTS
-from shoal.lowering.tasks import Moved, Summed, Task, Tasks
+from shoal.lowering.tasks import Gathered, Moved, Summed, Task, Tasks
 from shoal.simulating.durations import Durations
 from shoal.simulating.play import Noise, Played, play
 from shoal.simulating.speeds import Speeds
@@ -80,6 +80,8 @@ def _sent(task: Task, rank: int, durations: Durations) -> int:
         case Summed(groups=groups, bytes=sizes):
             group, size = next((g, s) for g, s in zip(groups, sizes, strict=True) if rank in g)
             return ring_bytes(size, len(group), group.index(rank))
+        case Gathered(groups=groups, by_rank=by_rank):
+            return by_rank[rank] * (len(next(group for group in groups if rank in group)) - 1)
         case _:
             return 0
 

@@ -12,7 +12,15 @@ class KernelTime:
     """Seconds of one part of a layer."""
 
     forward: float
-    backward: float
+    to_input: float = 0.0
+    """Backward, of the gradient of what it reads; of a layer whose gradients are found at once, all of backward."""
+    to_weights: float = 0.0
+    """Backward, of its parameters' gradients, where they can be found apart."""
+
+    @property
+    def backward(self) -> float:
+        """Both gradients."""
+        return self.to_input + self.to_weights
 
     @property
     def total(self) -> float:

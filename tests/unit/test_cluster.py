@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Efficiency, Level, presets
+from shoal.cluster import Cluster, Device, Efficiency, Level, Tile, presets
 from shoal.errors import InputError
 from shoal.units import parse_quantity, show_quantity
 
@@ -127,6 +127,24 @@ def test_a_kernel_reaches_half_of_its_best_at_half() -> None:
     efficiency = Efficiency(peak_fraction=0.8, half=1e6, launch=0)
     assert efficiency.fraction(1e6) == pytest.approx(0.4)
     assert efficiency.fraction(1e12) == pytest.approx(0.8, rel=1e-5)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_a_tile_is_filled_at_most_and_best_by_whole_tiles(rows: int, columns: int) -> None:
+    tile = Tile(rows=128, columns=32)
+    assert 0 < tile.filled(rows, columns) <= 1
+    assert tile.filled(rows, columns) == pytest.approx(tile.filled(columns, rows))
+    assert tile.filled(128 * rows, 32 * columns) == 1
+    assert tile.filled(128 * rows, 16) == pytest.approx(0.5)
+
+
+def test_narrow_products_are_less_efficient_where_tiles_are_known() -> None:
+    plain = Efficiency(peak_fraction=0.8, half=0, launch=0)
+    tiled = plain.model_copy(update={"tile": Tile(rows=128, columns=32)})
+    assert plain.fraction(1e6, (128, 8)) == plain.fraction(1e6) == tiled.fraction(1e6) == pytest.approx(0.8)
+    assert tiled.fraction(1e6, (128, 8)) == pytest.approx(0.2)
+    tiny = Efficiency(peak_fraction=1.0, half=1e9, launch=0, tile=tiled.tile)
+    assert 1 / tiny.fraction(1.0, (1, 1)) == pytest.approx(1e9, rel=1e-4)  # what a small kernel costs is not padded
 
 
 def content() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What is measured, how it is kept, and what is made of it where a tile was not measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from shoal.cluster import Cluster, Device, Efficiency, Level
 from shoal.errors import InputError
 from shoal.execution.laying import Captured, capture_modes
 from shoal.files import cache_folder
-from shoal.finding.auto import choose_plan, cost_model, measured_speeds, racers, timings_about
+from shoal.finding.auto import choose_plan, cost_model, measured_speeds, newcomers, racers, timings_about
 from shoal.operators.registry import rule_for
 from shoal.partition import Cut
 from shoal.planning.costs import first_part
@@ -19,7 +20,7 @@ from shoal.planning.stages import cuts_of, stages_of
 from shoal.profiling.kernels import kernel_key
 from shoal.profiling.measured import Measured
 from shoal.profiling.profile import tiles_to_time
-from shoal.timings import Timings
+from shoal.timings import InStep, Timings
 from shoal.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +56,16 @@ def test_every_tile_of_one_axis_is_timed_and_kept(captured: Captured) -> None:
     model = cost_model(captured, Measured(timings), 1)
     wanted = [tile[0] for tile in tiles_to_time(stages_of(graph, 1), model.flowing(), "float32")]
     assert set(wanted) <= timings.kernels.keys()
-    assert all(forward > 0 and backward >= 0 for forward, backward in timings.kernels.values())
+    assert all(forward > 0 and min(backward) >= 0 for forward, *backward in timings.kernels.values())
+    linear = next(times for name, times in timings.kernels.items() if "linear" in name)
+    assert min(linear) > 0  # both gradients, each by itself
+    (shown,) = timings.in_step.values()
+    kinds = {f"{layer.op} {which}" for layer in graph.layers for which in ("forward", "backward")}
+    assert kinds <= shown.factors.keys()  # of real steps: every layer was noted, both ways
+    assert min(shown.factors.values()) > 0
+    assert shown.between is not None
+    assert shown.update_per_byte is not None
+    assert shown.update_per_byte > 0
     assert "links" in heard
     assert timings.cluster.levels == ()
     again: list[str] = []
@@ -83,7 +93,7 @@ def test_alone_the_choice_is_the_whole_network(captured: Captured) -> None:
     assert not choose_plan(captured, Transport(), fresh=True).remembered
 
 
-def timings_of(kernels: dict[str, tuple[float, float]], ranks: int = 4) -> Timings:
+def timings_of(kernels: dict[str, tuple[float, float, float]], ranks: int = 4) -> Timings:
     device = Device(
         name="a device",
         memory=1 << 30,
@@ -106,7 +116,7 @@ def test_a_cut_along_two_axes_is_composed(captured: Captured) -> None:
         letters = frozenset(letter for letter, _ in cut.degrees)
         return kernel_key(op, rule, first_part(op, cut), letters, "float32", input_grad=False)
 
-    speeds = Measured(timings_of({key("1"): (8.0, 16.0), key("n2"): (4.0, 9.0), key("h2"): (5.0, 8.0)}))
+    speeds = Measured(timings_of({key("1"): (8.0, 16.0, 0.0), key("n2"): (4.0, 9.0, 0.0), key("h2"): (5.0, 8.0, 0.0)}))
 
     def asked(text: str) -> tuple[float, float]:
         cut = Cut.parse(text)
@@ -122,7 +132,7 @@ def test_a_cut_along_two_axes_is_composed(captured: Captured) -> None:
 
 
 def test_timings_survive_a_file_and_refuse_others(tmp_path: Path) -> None:
-    timings = timings_of({"conv": (0.1, 0.2)})
+    timings = replace(timings_of({"conv": (0.1, 0.2, 0.3)}), in_step={"net": InStep({"conv forward": 1.5}, 0.1)})
     timings.save(tmp_path / "t.json")
     assert Timings.load(tmp_path / "t.json") == timings
     (tmp_path / "bad.json").write_text('{"schema": "shoal.timings/0"}')
@@ -142,7 +152,7 @@ def test_a_damaged_cache_is_measured_again(captured: Captured) -> None:
 
 
 def test_who_races(captured: Captured) -> None:
-    kernels: dict[str, tuple[float, float]] = {}
+    kernels: dict[str, tuple[float, float, float]] = {}
     graph = captured.graphs[True]
     for stage in stages_of(graph, 2):
         for op in stage.ops:
@@ -150,10 +160,32 @@ def test_who_races(captured: Captured) -> None:
                 letters = frozenset(letter for letter, _ in cut.degrees)
                 for grad in (True, False):
                     name = kernel_key(op, rule_for(op), first_part(op, cut), letters, "float32", input_grad=grad)
-                    kernels[name] = (1.0 / cut.parts, 1.0 / cut.parts)
+                    kernels[name] = (1.0 / cut.parts, 0.5 / cut.parts, 0.5 / cut.parts)
     found = find(cost_model(captured, Measured(timings_of(kernels, 2)), 2))
     entrants = racers(found, None)
     assert "auto" in entrants
     assert all(plan.ranks == 2 for plan in entrants.values())
     assert len({plan.layers for plan in entrants.values()}) == len(entrants)
     assert torch.isfinite(torch.tensor([one.seconds for one in found.fixed])).all()
+    assert newcomers(found, entrants, None) == {}
+    rest = newcomers(found, {name: plan for name, plan in entrants.items() if name != "auto"}, None)
+    assert [(name, plan.name, plan.layers) for name, plan in rest.items()] == [
+        ("again", "again", entrants["auto"].layers)
+    ]
+
+
+def test_a_tile_that_ran_takes_what_it_took_and_its_kind_the_rest(captured: Captured) -> None:
+    graph = captured.graphs[True]
+    op = stages_of(graph, 4)[0].ops[0]
+    rule, cut = rule_for(op), Cut.parse("n2")
+    part, letters = first_part(op, cut), frozenset("n")
+    key = kernel_key(op, rule, part, letters, "float32", input_grad=True)
+    timings = replace(timings_of({key: (8.0, 4.0, 12.0)}), layer_overhead=2.0)
+    factors = {f"{key} forward": 3.0, f"{op.layer.op} forward": 9.0, f"{op.layer.op} backward": 0.5}
+    speeds = Measured(timings, in_step=InStep(factors=factors, between=7.0, update_per_byte=5.0))
+    time = speeds.kernel(op, rule, part, letters, input_grad=True)
+    assert time.forward == pytest.approx(3 * (8 + 1) - 1)  # half of the layer's overhead is in each pass
+    assert time.backward == pytest.approx(0.5 * (16 + 1) - 1)
+    assert time.to_weights == pytest.approx(3 * time.to_input)
+    assert (speeds.step_overhead, speeds.update_per_byte) == (7.0, 5.0)
+    assert (Measured(timings).step_overhead, Measured(timings).update_per_byte) == (0.0, 0.0)

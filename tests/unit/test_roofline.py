@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal import zoo
 from shoal.capturing import capture
-from shoal.cluster import Cluster, Device, Efficiency
+from shoal.cluster import Cluster, Device, Efficiency, Tile
 from shoal.graph import LayerGraph
 from shoal.lowering.placement import op_of
 from shoal.operators import Op, Part, Rule, facts_of, rule_for
@@ -33,6 +33,14 @@ def device(*, half: float = 0.0, launch: float = 0.0, memory_bandwidth: float = 
     return Device(
         name="toy", memory=1, flops=20, memory_bandwidth=memory_bandwidth, efficiency=efficiency, source="made up"
     )
+
+
+def seconds_of(
+    op: Op, part: Part, rule: Rule, device: Device, itemsize: int = 4, *, input_grad: bool = True
+) -> tuple[float, float]:
+    """Forward and backward."""
+    time = roofline(op, part, rule, device, itemsize, input_grad=input_grad)
+    return time.forward, time.backward
 
 
 def parts(op: Op, rule: Rule, wanted: str = "1") -> list[Part]:
@@ -109,7 +117,9 @@ def test_contractions_count_as_torch_counts_them(case: str) -> None:
         groups = int(getattr(module, "groups", 1))
         of_weights = counter.get_total_flops() - forward * (2 if input_grad else 1)
         backward = of_weights / groups + (forward if input_grad else 0)
-        assert roofline(op, part, rule, device(), input_grad=input_grad) == pytest.approx((forward / 10, backward / 10))
+        assert seconds_of(op, part, rule, device(), input_grad=input_grad) == pytest.approx(
+            (forward / 10, backward / 10)
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,7 @@ def test_cutting_in_halves_halves_the_work_but_never_the_whole_time() -> None:
         half, other = parts(op, rule, f"{letter}2")
         assert flops(op, half, rule) == flops(op, other, rule) == flops(op, whole, rule) / 2
         for part_seconds, whole_seconds in zip(
-            roofline(op, half, rule, slow), roofline(op, whole, rule, slow), strict=True
+            seconds_of(op, half, rule, slow), seconds_of(op, whole, rule, slow), strict=True
         ):
             assert whole_seconds / 2 < part_seconds < whole_seconds
 
@@ -187,15 +197,37 @@ def test_elementwise_layers_take_their_bytes_and_their_launch() -> None:
     op, rule = only(nn.ReLU(), 2, 5)
     (part,) = parts(op, rule)
     slow = device(memory_bandwidth=1e-3, launch=7.0, half=1e9)
-    assert roofline(op, part, rule, slow) == pytest.approx((80e3 + 7, 120e3 + 7))
-    assert roofline(op, part, rule, slow, itemsize=2) == pytest.approx((40e3 + 7, 60e3 + 7))
-    assert roofline(op, part, rule, slow, input_grad=False) == pytest.approx((80e3 + 7, 0))
+    assert seconds_of(op, part, rule, slow) == pytest.approx((80e3 + 7, 120e3 + 7))
+    assert seconds_of(op, part, rule, slow, itemsize=2) == pytest.approx((40e3 + 7, 60e3 + 7))
+    assert seconds_of(op, part, rule, slow, input_grad=False) == pytest.approx((80e3 + 7, 0))
 
 
 def test_small_contractions_follow_the_curve() -> None:
     op, rule = only(nn.Linear(5, 5), 2, 5)
     (part,) = parts(op, rule)
-    assert roofline(op, part, rule, device(half=100)) == pytest.approx((20.0, 40.0))
+    assert seconds_of(op, part, rule, device(half=100)) == pytest.approx((20.0, 40.0))
+
+
+@pytest.mark.parametrize(
+    ("case", "results"),
+    [
+        ("conv", ((2 * 7 * 5, 6), (2 * 9 * 7, 4), (6, 4 * 9))),
+        ("transposed", ((2 * 18 * 14, 6), (2 * 9 * 7, 4), (6, 4 * 9))),
+        ("linear", ((4, 7), (4, 12), (7, 12))),
+        ("depthwise", None),
+    ],
+)
+def test_each_gradient_fills_tiles_by_what_it_computes(case: str, results: tuple[tuple[int, int], ...] | None) -> None:
+    module, shape = CONTRACTIONS[case]
+    op, rule = only(module, *shape)
+    (part,) = parts(op, rule)
+    plain, tile = device(), Tile(rows=128, columns=32)
+    tiled = plain.model_copy(update={"efficiency": plain.efficiency.model_copy(update={"tile": tile})})
+    one, other = roofline(op, part, rule, plain), roofline(op, part, rule, tiled)
+    filled = [tile.filled(*result) for result in results] if results else [1.0] * 3
+    assert (one.forward / other.forward, one.to_input / other.to_input, one.to_weights / other.to_weights) == (
+        pytest.approx(tuple(filled))
+    )
 
 
 def test_a_sum_of_two_passes_its_gradient_on() -> None:
@@ -205,7 +237,7 @@ def test_a_sum_of_two_passes_its_gradient_on() -> None:
 
     op, rule = only(Twice(), 2, 5)
     (part,) = parts(op, rule)
-    assert roofline(op, part, rule, device()) == (1.0, 0.0)
+    assert seconds_of(op, part, rule, device()) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +248,7 @@ def test_every_operator_has_a_time_and_views_have_none(example: Example) -> None
     real = Cluster.load("p100-4x4").device
     for wanted in ["1", *(f"{axis.letter}2" for axis in example.axes)]:
         for part in parts(op, rule, wanted):
-            forward, backward = roofline(op, part, rule, real)
+            forward, backward = seconds_of(op, part, rule, real)
             if example.word in VIEWS:
                 assert (forward, backward) == (0, 0)
                 assert flops(op, part, rule) == bytes_touched(op, part, rule) == 0
@@ -237,5 +269,5 @@ def test_one_device_of_two_papers_takes_the_time_it_took(cluster: str, batch: in
     seconds = 0.0
     for op, rule in ops(graph):
         (part,) = parts(op, rule)
-        seconds += sum(roofline(op, part, rule, one, input_grad=not set(op.layer.reads) <= graph.inputs.keys()))
+        seconds += sum(seconds_of(op, part, rule, one, input_grad=not set(op.layer.reads) <= graph.inputs.keys()))
     assert batch / seconds == pytest.approx(images_per_second, rel=0.05)

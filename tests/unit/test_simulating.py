@@ -147,6 +147,18 @@ def test_a_sum_goes_on_behind_computing_and_slows_it_by_the_contention() -> None
     assert waiting.seconds == pytest.approx(1.4)
 
 
+def test_ranks_that_computed_longer_wait_longer_for_each_other() -> None:
+    """Since they last met, and only where they wait: a sum of gradients goes on behind."""
+    speeds = speeds_on(level(2, skew=0.1))
+    meeting = replace(sum_of(8, (0, 1), waits=True), label="a layer")
+    once = played(speeds, 2, computing(2, 1.0), meeting)
+    twice = played(speeds, 2, computing(2, 1.0), meeting, computing(2, 3.0), sending(2, 8, 0, 1))
+    behind = played(speeds, 2, computing(2, 1.0), sum_of(8, (0, 1)))
+    assert once.seconds == pytest.approx(1.1, rel=1e-4)
+    assert twice.seconds == pytest.approx(1.1 + 3.3, rel=1e-4)
+    assert behind.seconds == pytest.approx(1.0, rel=1e-4)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_slowest_of_exponential_delays(ranks: int) -> None:
     """The mean of the largest of P exponentials is 1 + 1/2 + ... + 1/P times theirs."""

@@ -10,10 +10,13 @@ from torch.nn import functional as F
 
 from shoal.execution.engine import Engine
 from shoal.execution.laying import capture_modes, lay
+from shoal.lowering import owners
 from shoal.lowering.boundary import Boundary, even_shares, step_program
+from shoal.lowering.factors import factorable
+from shoal.lowering.owners import OptimizerState
 from shoal.lowering.program import Compute, Program
 from shoal.lowering.step_traffic import step_traffic
-from shoal.lowering.tasks import COMPUTES, Kernel, Moved, StepOptions, Summed, Task, Tasks, step_tasks
+from shoal.lowering.tasks import COMPUTES, Gathered, Kernel, Moved, StepOptions, Summed, Task, Tasks, step_tasks
 from shoal.partition import Cut
 from shoal.plan import Plan
 from shoal.planning.resolve import resolve
@@ -74,11 +77,11 @@ class Watch:
         return then
 
     def _begin_moves(
-        self, original: Callable[..., Any], transport: Transport, sends: Any, receives: Any, tag: int
+        self, original: Callable[..., Any], transport: Transport, sends: Any, receives: Any, tag: int, **named: Any
     ) -> Any:
         sent = sum(tensor.numel() for _, tensor in sends)
         self.note(transport.rank, "move", transport.label, sent, sum(buffer.numel() for _, buffer in receives))
-        return original(transport, sends, receives, tag)
+        return original(transport, sends, receives, tag, **named)
 
     def _reduce(
         self, original: Callable[..., Any], transport: Transport, tensor: Tensor, ranks: Any, label: str, join: Any
@@ -113,11 +116,18 @@ def expected(tasks: Tasks, rank: int, *, recompute: bool) -> list[Event]:
                 case Summed(groups=groups, bytes=sizes):
                     group, size = next((g, s) for g, s in zip(groups, sizes, strict=True) if rank in g)
                     events.append(("sum", task.label, size, group))
+                case Gathered(groups=groups, by_rank=sizes):
+                    others = set(next(group for group in groups if rank in group)) - {rank}
+                    layer = tasks.users[task.states[0]]
+                    received = sum(sizes[other] for other in others)
+                    events.append(("move", layer, len(others) * sizes[rank] // 4, received // 4))
+                case Kernel(over=over) if over:  # the product of all factors, which the engine is not watched at
+                    pass
                 case Kernel() if task.kind == "forward":
                     events.append(("forward", task.label))
                 case Kernel() if task.label not in inside:  # of a chain the engine is told of the last layer only
                     at_once = before is not None and before.label == task.label and before.kind == "input gradient"
-                    if task.kind == "weight gradient" and task.work.of == 2:
+                    if task.kind == "weight gradient" and task.work.of > 1:
                         if not at_once:
                             events.append(("parameters", task.label))
                     else:
@@ -135,6 +145,8 @@ PLANS: dict[str, str | dict[str, str]] = {
     "hybrid": "2x2",
     "partial sums": {"*": "n4", "*conv2*": "k4", "fc*": "k2"},
     "few ranks": {"*": "n4", "*conv1*": "h2", "fc*": "c3"},
+    "factors": "data",
+    "factors of halves": {"*": "n4", "fc*": "n2c2"},
 }
 
 
@@ -165,13 +177,23 @@ def test_the_engine_does_what_the_list_says(
     watch = Watch(monkeypatch)
 
     def step(transport: Transport) -> None:
-        laid = lay(whole, plan_of(lines), transport, io="whole", seed=0, bucket_bytes=BUCKET, recompute=recompute)
+        laid = lay(
+            whole,
+            plan_of(lines),
+            transport,
+            io="whole",
+            seed=0,
+            bucket_bytes=BUCKET,
+            recompute=recompute,
+            factors="always" if "factors" in plan else "never",
+        )
         watch.events[transport.rank] = []  # laying tells other ranks of this and that
         laid(x, y).sum().backward()
 
     run_ranks(4, step)
     assert watch.program is not None
-    tasks = tasks_of(watch.program, recompute=recompute)
+    tasks = tasks_of(watch.program, recompute=recompute, factors="factors" in plan)
+    assert any(isinstance(task.work, Gathered) for task in tasks.tasks) == ("factors" in plan)
     for rank in range(4):
         assert seen(watch.events[rank]) == expected(tasks, rank, recompute=recompute), f"rank {rank}"
     kinds = {event[0] for event in seen(watch.events[0])}
@@ -186,20 +208,28 @@ def residual_program(plan: str | Plan) -> Program:
     return step_program(graph, cuts, Boundary("tile", 4), even_shares(graph.batch, 4), losses=True)
 
 
-def tasks_of(program: Program, *, recompute: bool = False) -> Tasks:
+def tasks_of(
+    program: Program, *, recompute: bool = False, factors: bool = False, optimizer_state: OptimizerState = "whole"
+) -> Tasks:
     sizes = {
         name: 4 if spec.differentiable else 8
         for name, spec in [*program.graph.specs.items(), *program.graph.states.items()]
     }
-    return step_tasks(program, StepOptions(sizes, BUCKET, recompute=recompute))
+    factored = frozenset(factorable(program, program.states) if factors else ())
+    options = StepOptions(sizes, BUCKET, recompute=recompute, factors=factored, optimizer_state=optimizer_state)
+    return step_tasks(program, options)
 
 
+@pytest.mark.parametrize("state", ["whole", "cut"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_bytes_of_the_tasks_are_the_traffic_of_all_ranks(plan: str, recompute: bool) -> None:
+def test_bytes_of_the_tasks_are_the_traffic_of_all_ranks(
+    plan: str, recompute: bool, state: OptimizerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "LEAST_ELEMENTS", 100)
     program = residual_program(plan_of(PLANS[plan]))
     graph = program.graph
-    tasks = tasks_of(program, recompute=recompute)
+    tasks = tasks_of(program, recompute=recompute, factors="factors" in plan, optimizer_state=state)
     total = 0
     for task in tasks.tasks:
         if isinstance(task.work, Moved) and task.kind == "move":
@@ -208,17 +238,21 @@ def test_bytes_of_the_tasks_are_the_traffic_of_all_ranks(plan: str, recompute: b
         elif isinstance(task.work, Summed):
             sizes = zip(task.work.groups, task.work.bytes, strict=True)
             total += sum(2 * (len(group) - 1) * size for group, size in sizes)
+        elif isinstance(task.work, Gathered):
+            total += sum((len(group) - 1) * task.work.by_rank[rank] for group in task.work.groups for rank in group)
     again = range(program.segments[-1].start) if recompute else range(0)
     sent = [
         step_traffic(
             program,
             rank,
             trainable=tasks.trainable,
-            homes=program.states,
+            homes=tasks.homes,
+            uses=program.states,
             itemsize=tasks.options.itemsize,
             dtypes={name: spec.dtype for name, spec in graph.states.items()},
             bucket_bytes=BUCKET,
             again=again,
+            factors=factorable(program, tasks.homes) if "factors" in plan else {},
         )
         for rank in range(4)
     ]
