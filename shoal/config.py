@@ -182,6 +182,8 @@ class Settings(Checked):
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     recompute: bool = False
     """Compute activations a second time in backward instead of keeping them: less memory, more time."""
+    factors: str = "auto"
+    """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds that a worker waits for another before the run fails."""
     threads: int | None = Field(default=None, gt=0)
@@ -215,6 +217,8 @@ class TrainConfig(Settings):
     """What makes a step of the gradients, as torch.optim has it; one device's steps under any plan."""
     optimizer_options: Options = Field(default_factory=dict)
     """Further options of the optimizer, such as betas=[0.9,0.95],eps=1e-6 or nesterov=true."""
+    optimizer_state: Literal["whole", "cut"] = "whole"
+    """What the optimizer remembers of a parameter that workers have copies of: all on each, or each a part of it."""
     lr: float = Field(default=Sgd.lr, gt=0)
     """Peak learning rate; of adam, adamw and rmsprop 0.001 and of adagrad 0.01 unless given."""
     schedule: Schedule = "cosine"
@@ -277,7 +281,7 @@ class TrainConfig(Settings):
     keep: int = Field(default=2, gt=0)
     """Checkpoints that are kept, the newest; of two, the older is used where the newer is damaged."""
     restarts: int = Field(default=0, ge=0)
-    """How often a run goes on from its last checkpoint by itself after a death; under torchrun: --max-restarts."""
+    """How often a run goes on by itself after a death: from its last checkpoint, or with a replica started anew."""
     elastic: Elastic = None
     """MIN:MAX workers: go on with fewer after a loss, with more after a minute, or SECONDS as in MIN:MAX:SECONDS."""
     log_every: int = Field(default=50, gt=0)
@@ -395,10 +399,10 @@ class TrainConfig(Settings):
             unknown = self.slow
         else:
             self._check_steps(options)
-            if self.last_batch == "keep":
+            if self.optimizer_state == "cut":
                 raise ConfigError(
-                    f"last_batch = 'keep' does not go with {options.name}: replicas take equal shares of a batch.",
-                    "Leave --last-batch out, or train one network over all workers: without --replicas and --exchange.",
+                    f"optimizer_state = 'cut' does not go with {options.name}: replicas exchange whole parts.",
+                    "Leave --optimizer-state out, or train one network over all workers, without --exchange.",
                 )
             unknown = {name: value for name, value in self.slow.items() if name not in ("rank", "factor")}
             self._check_batch(options)
@@ -427,7 +431,12 @@ class TrainConfig(Settings):
             )
         self._share_batch(self.workers)
         self.check_equal_shares()
-        refused = {"recompute": self.recompute, "last_batch": self.last_batch == "keep"}
+        refused = {
+            "recompute": self.recompute,
+            "factors": self.factors != "auto",
+            "optimizer_state": self.optimizer_state == "cut",
+            "last_batch": self.last_batch == "keep",
+        }
         if self.plan != "ddp":
             refused["ema"], refused["amp"] = self.ema is not None, self.amp == "fp16"
             refused["bucket_bytes"] = self.bucket_bytes is not None
@@ -634,6 +643,8 @@ class PlanConfig(ProfileConfig):
     """A cut that you want, as PATTERN=CUT such as 'classifier.*=c4'; may be repeated, and a later one wins."""
     batch_norm: Literal["exact", "local"] = "exact"
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    factors: str = "auto"
+    """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
     race: bool = True
     """Run the best few plans and the fixed strategies for some real steps, and keep the fastest."""
 
@@ -701,6 +712,8 @@ class SimulateConfig(NetworkConfig):
     """Devices, for a plan by name; a plan file's own number, or all of the cluster's, unless given."""
     batch_norm: Literal["exact", "local"] = "exact"
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
+    factors: str = "auto"
+    """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
     what_if: tuple[str, ...] = ()
     """Also simulate a change, such as bandwidth=2x,devices=64; of bandwidth, latency, compute, devices. Repeatable."""
     steps: int = Field(default=1, gt=0)

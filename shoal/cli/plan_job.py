@@ -17,14 +17,15 @@ from shoal.cluster import Cluster
 from shoal.config import NetworkConfig, PlanConfig, PricedConfig, ProfileConfig
 from shoal.errors import ConfigError, InputError
 from shoal.execution.laying import Captured, capture_modes
-from shoal.finding.auto import choose_plan, cost_model, measured_speeds, parse_pins, racers, timings_about
+from shoal.finding.auto import Chosen, choose_plan, cost_model, measured_speeds, parse_pins, racers, timings_about
 from shoal.finding.race import Finish
 from shoal.graph import LayerGraph
 from shoal.launching import joined, run, surrounding
 from shoal.machine import threads_each
 from shoal.partition import Cut
-from shoal.plan import Plan
+from shoal.plan import Plan, factors_option, planned_factors
 from shoal.planning.costs import CostModel
+from shoal.planning.factors import check_factors
 from shoal.planning.fewer import find_on_some
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
@@ -72,28 +73,31 @@ def _published(model: str) -> tuple[int, ...]:
 def described(config: PlanConfig) -> tuple[Captured, Report]:
     """The best plan by a data sheet or by timings. No process is started."""
     asked = config.workers if config.tells("workers") else None
-    pins = parse_pins(config.pins)
+    pins, factors = parse_pins(config.pins), factors_option(config.factors)
     speeds = load_speeds(config.cluster, config.timings, asked)
     captured = capture(config)
+    check_factors(factors, *captured.graphs.values())
     cluster = speeds.cluster
     check_pins(pins, captured.graphs[True], cluster.ranks)
 
     def on(ranks: int) -> CostModel:
         some = Analytic(cluster.first(ranks)) if isinstance(speeds, Analytic) else speeds
-        return cost_model(captured, some, ranks, batch_norm=config.batch_norm)
+        return cost_model(captured, some, ranks, batch_norm=config.batch_norm, factors=factors)
 
     memory = config.memory or (cluster.device.memory if isinstance(speeds, Analytic) else None)
     if asked is None and isinstance(speeds, Analytic):
         search = find_on_some(on, cluster.ranks, pins=pins, memory=memory)
     else:
         search = find(on(cluster.ranks), pins=pins, memory=memory)
-    return captured, _report(on(search.plan.ranks), search.plan, search, memory, pins)
+    chosen = Chosen(search.plan, search, (), {}, remembered=False)
+    return captured, _report(on(search.plan.ranks), chosen, search, memory, pins)
 
 
 def measured(config: PlanConfig, progress: OnMeasured) -> tuple[Captured, Report]:
     """The best plan on this machine. Starts `workers` ranks, or joins the world that the environment describes."""
     pins = parse_pins(config.pins)
     captured = capture(config)
+    check_factors(factors_option(config.factors), *captured.graphs.values())
     world = surrounding()
     ranks = world.size if world is not None and world.size > 1 else config.workers
     check_pins(pins, captured.graphs[True], ranks)
@@ -122,17 +126,17 @@ def _on_ranks(function: Callable[..., Result], config: ProfileConfig, progress: 
 def _choose(config: PlanConfig, progress: OnMeasured) -> Report:
     """On a rank. A collective."""
     captured, transport, pins = capture(config), Transport(), parse_pins(config.pins)
-    tell = progress if transport.rank == 0 else _silent
+    tell, factors = progress if transport.rank == 0 else _silent, factors_option(config.factors)
     chosen = choose_plan(
         captured, transport, batch_norm=config.batch_norm, memory=config.memory, pins=pins, racing=config.race,
-        fresh=config.fresh, progress=tell,
+        fresh=config.fresh, factors=factors, progress=tell,
     )  # fmt: skip
     timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
-    model = cost_model(captured, Measured(timings), transport.world, batch_norm=config.batch_norm)
+    model = cost_model(captured, Measured(timings), transport.world, batch_norm=config.batch_norm, factors=factors)
     report: Report | None = None
     if transport.rank == 0:
         search = chosen.search or find(model, pins=pins, memory=config.memory)
-        report = _report(model, chosen.plan, search, config.memory, pins, chosen.race, remembered=chosen.remembered)
+        report = _report(model, chosen, search, config.memory, pins)
     told: Report = transport.gather_objects(report)[0]
     tell(1, 1, "")
     return told
@@ -152,30 +156,27 @@ def _silent(done: int, total: int, what: str) -> None:
 
 
 def _report(
-    model: CostModel,
-    plan: Plan,
-    search: SearchResult,
-    memory: int | None,
-    pins: Mapping[str, Cut],
-    race: tuple[Finish, ...] = (),
-    *,
-    remembered: bool = False,
+    model: CostModel, chosen: Chosen, search: SearchResult, memory: int | None, pins: Mapping[str, Cut]
 ) -> Report:
     by_cuts = [*search.candidates, *search.fixed]
+
+    def priced(plan: Plan) -> Price:
+        cuts = dict(plan.layers)
+        return next((one for one in by_cuts if one.cuts == cuts), None) or price(model, cuts, plan.name)
+
+    plan, mine = chosen.plan, priced(chosen.plan)
     cuts = dict(plan.layers)
-    known = next((candidate for candidate in by_cuts if candidate.cuts == cuts), None)
-    mine = known or price(model, cuts, plan.name)
+    entrants = chosen.entrants
+    if not chosen.race:
+        entrants = racers(search, memory)
     return Report(
         plan=plan,
         price=mine,
         why=search.why if search.price.cuts == cuts else explained(model, cuts, pinned_layers(model.graph, pins)),
         search=search,
-        entrants={
-            name: next(candidate for candidate in by_cuts if candidate.cuts == dict(entrant.layers))
-            for name, entrant in racers(search, memory).items()
-        },
-        race=race,
-        remembered=remembered,
+        entrants={name: priced(entrant) for name, entrant in entrants.items()},
+        race=chosen.race,
+        remembered=chosen.remembered,
     )
 
 
@@ -206,7 +207,9 @@ def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Pric
     plans_priced = []
     for plan in plans:
         speeds = load_speeds(config.cluster, config.timings, plan.ranks)
-        model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm)
+        factors = planned_factors(plan)
+        check_factors(factors, *captured.graphs.values())
+        model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm, factors=factors)
         cuts = resolve(plan, graph, plan.ranks, also).cuts
         plans_priced.append(Priced(graph, price(model, cuts, plan.name, trace=trace), model))
     return plans_priced

@@ -179,6 +179,8 @@ def show_totals(console: Console, price: Price, search: SearchResult | None = No
     if search is not None and search.bound:
         table.add_row("lower bound", f"{_time(search.bound)}: no plan over these cuts is faster, by this cost model")
     table.add_row("sent per step", f"{show_bytes(price.bytes)}, by {price.ranks} ranks together")
+    if price.factors:
+        table.add_row("factors, not sums", ", ".join(_some(price.factors)))
     table.add_row("peak per rank", ", ".join(_some([show_bytes(memory.total) for memory in price.memory])))
     if search is not None and search.offered is not None:
         rest = "; more make no step shorter" if price.ranks < search.offered else ""

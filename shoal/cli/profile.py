@@ -79,8 +79,8 @@ def show(timings: Timings, console: Console) -> None:
     table.add_column(f"the {len(slowest)} slowest kernels", no_wrap=True, overflow="ellipsis", max_width=54)
     for heading in ("forward", "backward"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, (forward, backward) in slowest:
-        table.add_row(name.replace("[", chr(92) + "["), _micro(forward), _micro(backward))
+    for name, (forward, *backward) in slowest:
+        table.add_row(name.replace("[", chr(92) + "["), _micro(forward), _micro(sum(backward)))
     console.print()
     console.print(table)
 

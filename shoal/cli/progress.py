@@ -25,6 +25,7 @@ _TOLD = {
     "lost": "replica {} was lost; the others go on with its batches",
     "frozen": "replica {} gives no sign of life; the others go on with its batches",
     "back": "replica {} is back",
+    "replaced": "another is started in the place of replica {} (--restarts)",
     "server lost": "server {} was lost",
     "server frozen": "server {} gives no sign of life; all replicas wait for it, {:g} s at most (--timeout)",
     "server back": "server {} is back",

@@ -10,7 +10,8 @@ from shoal.errors import InputError
 from shoal.execution.laying import Captured
 from shoal.finding.auto import cost_model
 from shoal.finding.simulated import check_slow, cuts_of_plan
-from shoal.plan import Plan
+from shoal.plan import Plan, factors_option, planned_factors
+from shoal.planning.factors import check_factors
 from shoal.planning.price import Price, price, tasks_of
 from shoal.planning.resolve import read_plan
 from shoal.profiling.measured import Analytic, Measured
@@ -91,11 +92,13 @@ def _case(
         else Analytic(cluster)
     )
     count = change.devices or ranks
-    model = cost_model(captured, changed, count, batch_norm=config.batch_norm)
+    factors = planned_factors(plan, factors_option(config.factors))
+    check_factors(factors, *captured.graphs.values())
+    model = cost_model(captured, changed, count, batch_norm=config.batch_norm, factors=factors)
     cuts = cuts_of_plan(plan, captured, count)
     slow = check_slow(config.slow_ranks, count)
     by_rank = {rank: slow.get(rank, 1.0) * change.compute for rank in range(count)}
     noise = Noise(by_rank if change.compute != 1 else slow, config.jitter, seed=config.seed)
     name = plan.name if isinstance(plan, Plan) else plan
-    durations = Durations(tasks_of(model, cuts), model.speeds, model.kernels)
+    durations = Durations(tasks_of(model, cuts), model.speeds, model.kernels, model.adding)
     return Simulated(change, price(model, cuts, name), play(durations, steps=config.steps, noise=noise))

@@ -60,6 +60,11 @@ class Replica:
             gradients.append(flat(bare(parameter.grad)))
         return gradients
 
+    def no_gradients(self) -> None:
+        """Those of no sample, where others step on some: zeros, on all ranks of the replica alike."""
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(bare(parameter))
+
     def tell_weights(self) -> None:
         """Give the weights that this rank changed to the replica's other ranks. All ranks of the replica call it."""
         if self._tell is not None:

@@ -9,7 +9,7 @@ from outside. `stopping.py` counts how often one asked to stop, `failure.py` dec
 from shoal.launching.apart import run_apart
 from shoal.launching.failure import Failure, RemoteError
 from shoal.launching.group import assembled, joined, table_of, told_to_all
-from shoal.launching.on_ray import on_ray
+from shoal.launching.on_ray import RayPlace, Room, on_ray
 from shoal.launching.place import HERE, Place
 from shoal.launching.process import OnStage, leave, load_ahead, offer, say, tell_stage
 from shoal.launching.ranks import TimeOverError, run
@@ -35,6 +35,8 @@ __all__ = [
     "Place",
     "HERE",
     "on_ray",
+    "RayPlace",
+    "Room",
     "tell_stage",
     "say",
     "leave",

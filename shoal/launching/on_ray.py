@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
-from shoal.errors import ConfigError, RunError
+from shoal.errors import ConfigError, NoPlaceError
 from shoal.launching.failure import Failure
 from shoal.launching.place import Gang, Table
 from shoal.launching.process import OnStage, Process, environment, environment_of, start
@@ -43,6 +44,10 @@ TOGETHER_SECONDS = 0.05
 """Words that come within this time are passed on together, and orders are carried out."""
 PREFER_SECONDS = 5.0
 """Time that a preferred node has to take a gang, before it goes wherever Ray has room."""
+LOOK_SECONDS = 0.5
+"""Time between two looks whether there is room for more."""
+SETTLE_SECONDS = 2.0
+"""Time that further places have, once one is there, to come with the same node."""
 TELL_SECONDS = 1.0
 """Between two words on how many ranks have a place."""
 PLACED = "have a place on the Ray cluster"
@@ -282,7 +287,7 @@ class _RayGang:
     @property
     def need(self) -> dict[str, int]:
         """What Ray is asked for each rank."""
-        return {"CPU": self._gang.threads} | ({"GPU": 1} if self._gang.device == "cuda" else {})
+        return _need(self._gang.threads, self._gang.device)
 
     @property
     def is_alive(self) -> bool:
@@ -450,17 +455,77 @@ class _RayGang:
             self._note_end(number, -signal.SIGTERM)
 
 
-def _no_place(gang: Gang, need: Mapping[str, float]) -> RunError:
+def _need(threads: int, device: str) -> dict[str, int]:
+    return {"CPU": threads} | ({"GPU": 1} if device == "cuda" else {})
+
+
+def _no_place(gang: Gang, need: Mapping[str, float]) -> NoPlaceError:
     def shown(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
         return " and ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
 
     ray, kinds = _ray(), list(need)
-    return RunError(
+    return NoPlaceError(
         f"Ray gave no place within {gang.timeout:g} seconds to {len(gang.numbers)} workers of {shown(need, kinds)} "
         f"each: its cluster has {shown(ray.cluster_resources(), kinds)}, of which "
         f"{shown(ray.available_resources(), kinds)} are free.",
         "Give fewer --workers or --threads, add nodes, or give Ray more time with --timeout.",
     )
+
+
+class Room:
+    """Places for more workers, asked for while a run trains on `workers` of them.
+
+    `larger`: numbers of workers to which it may grow, least first. Ray may add nodes for what is asked. What it granted
+    is kept for the run until `close`.
+    """
+
+    def __init__(self, workers: int, larger: Sequence[int], threads: int, device: str) -> None:
+        self._larger = list(larger)
+        self._more = [many - few for few, many in pairwise([workers, *larger])]
+        self._need = _need(threads, device)
+        self._granted = 0
+        """Of the numbers, the first so many."""
+        self._since: float | None = None
+        """When the last of them was granted."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="shoal-ray-room", daemon=True)
+
+    @property
+    def workers(self) -> int | None:
+        """On how many workers there is room for the run; None as long as it has no more than it had."""
+        return self._larger[self._granted - 1] if self._granted else None
+
+    def is_there(self) -> bool:
+        """Whether to grow now: not before all that may come with a node had a moment to. Asks for it if need be."""
+        if self._thread.ident is None:
+            self._thread.start()
+        waits = self._granted < len(self._larger)
+        return self._since is not None and (not waits or time.monotonic() - self._since > SETTLE_SECONDS)
+
+    def close(self) -> None:
+        """Give all places back."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _ask(self) -> None:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        groups: list[Any] = []
+        try:
+            groups += (placement_group([self._need] * more, strategy="PACK") for more in self._more)
+            for group in groups:  # a larger number of workers needs all that the smaller ones do
+                while not group.wait(TOGETHER_SECONDS):
+                    if self._closing.wait(LOOK_SECONDS):
+                        return
+                self._granted, self._since = self._granted + 1, time.monotonic()
+            self._closing.wait()
+        except Exception as error:  # the run trains on as it is
+            logging.getLogger(__name__).warning("Ray was asked for more places, and failed: %s", error)
+        finally:
+            for group in groups:
+                with suppress(Exception):
+                    remove_placement_group(group)
 
 
 # In the actors

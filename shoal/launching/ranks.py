@@ -31,6 +31,9 @@ Result = TypeVar("Result")
 class TimeOverError(Exception):
     """All ranks stopped in good order, because the time that they were given was over."""
 
+    workers: int | None = None
+    """On how many the run can go on, where that is known."""
+
 
 def run(
     function: Callable[..., Result],

@@ -30,6 +30,8 @@ class Again:
     function: Callable[..., Any]
     args: tuple[object, ...]
     times: int
+    told: Callable[[int, int], None] = lambda *_: None
+    """Hears in the place of which replica one is started, and how many more may be."""
 
 
 class Replicas:
@@ -114,7 +116,7 @@ class Replicas:
         again: Again | None,
     ) -> None:
         told_to_stop = False
-        more = iter(range(self._replicas, self._replicas + (0 if again is None else again.times)))
+        begun, most = self._replicas, self._replicas + (0 if again is None else again.times)
         lost: set[int] = set()
         deadline = float("inf")
         while (waiting := [process for process in self._processes if not process.told]) or others():
@@ -143,8 +145,10 @@ class Replicas:
                     for process in self._of(replica):
                         process.process.kill()
                 goes_on = self._survives and not (fatal or told_to_stop or over())
-                if again is not None and goes_on and (number := next(more, None)) is not None:
-                    self._start(again.function, again.args, number)
+                if again is not None and goes_on and begun < most:
+                    self._start(again.function, again.args, begun)
+                    begun += 1
+                    again.told(replica, most - begun)
             if time.monotonic() > deadline:
                 break
         self._raise_if_failed(signals, over)

@@ -5,7 +5,7 @@ had taken, and what was dropped, is handed out again before anything new.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -18,8 +18,8 @@ class Budget(Protocol):
         ...
 
     @property
-    def repeated(self) -> int:
-        """Batches that a replica finished after they had been given to another."""
+    def repeated(self) -> Sequence[int]:
+        """Numbers of batches that a replica finished after they had been given to another."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class SharedBudget:
 
     def __init__(self, total: int, *, warm: int = 0, start: int = 0, again: Iterable[int] = ()) -> None:
         self.total, self.warm = total, warm
-        self.repeated = 0
+        self.repeated: list[int] = []
         self._next = start
         left = list(again)
         self.counted = start - len(left)
@@ -91,7 +91,7 @@ class SharedBudget:
 
     def done(self, replica: int, number: int, *, applied: bool) -> None:
         if self._taken.get(number) != replica:  # it was given to another while this one was away
-            self.repeated += applied
+            self.repeated += [number] if applied else []
             return
         del self._taken[number]
         if applied:
@@ -122,7 +122,7 @@ class LockstepBudget:
 
     def __init__(self, total: int, replicas: int, *, start: int = 0) -> None:
         self.total, self.replicas = total, replicas
-        self.repeated = 0
+        self.repeated: list[int] = []
         self._next = [start] * replicas
         self._done = [start] * replicas
 

@@ -142,6 +142,12 @@ class Conducting:
             self._carry_out(self._conductor.process_ended(replica, why))
             self._coordinator.drop(replica)
 
+    def replaced(self, replica: int, left: int) -> None:
+        """In the place of a lost replica another is started; so many more may be."""
+        self._recorder.note_replaced(replica)
+        with self._changed:
+            self._carry_out(self._conductor.replaced(replica, left, time.monotonic()))
+
     def warn(self, text: str) -> None:
         """Something that the user should know before it happens."""
         with self._changed:

@@ -42,7 +42,7 @@ from shoal.replicas.effects import (
     WriteResult,
     WriteTrace,
 )
-from shoal.replicas.journal import Journal
+from shoal.replicas.journal import REPLACED, Journal
 from shoal.replicas.orders import (
     AskTime,
     Batch,
@@ -382,6 +382,7 @@ class Conductor:
         if counted == before:
             return
         self._effects.append(Stepped(counted, counted // self._about.steps_per_epoch))
+        self._journal.add_samples(range(before, counted) if self._options.same_batch else [step.number])
         line = self._journal.counted(counted, self.active, now)
         if line is not None:
             self._effects.append(Log(line))
@@ -484,6 +485,11 @@ class Conductor:
         if self._whereabouts.weights == "threads" and replica < self._whereabouts.servers:
             self._lose_server(replica)  # others may be waiting for it
         return [Log({"event": "ended", "replica": replica, "why": why})]
+
+    def replaced(self, replica: int, left: int, now: float) -> list[Effect]:
+        """In the place of a lost replica another is started, which will join; so many more may be."""
+        line = self._journal.event_line(REPLACED, replica, self.counted, now)
+        return [Log({**line, "restarts_left": left}), Told(REPLACED, replica)]
 
     def happened(self, what: What, who: int, now: float) -> list[Effect]:
         """A replica `joined`, was `lost`, is `frozen`, is `back` or `left`; or it is a server: `server lost`, ..."""

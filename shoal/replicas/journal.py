@@ -2,8 +2,8 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from shoal.config import TrainConfig
 from shoal.data import Position
@@ -18,10 +18,11 @@ from shoal.training.learning_rate import rate_at
 from shoal.training.learns import how_to_step_less, stopped_learning
 from shoal.training.listener import About
 from shoal.training.metrics import line_of_steps, line_of_test
+from shoal.training.numbering import Done, Numbering
 from shoal.training.outcome import Measured
 
 
-def event_name(what: What) -> str:
+def event_name(what: What | Literal["replaced"]) -> str:
     """What `metrics.jsonl` calls something that happened to a replica or a server."""
     return what.replace(" ", "_")
 
@@ -30,12 +31,22 @@ HAPPENINGS = frozenset(map(event_name, get_args(What)))
 """Events in `metrics.jsonl` that happened to a replica or a server."""
 TROUBLES = HAPPENINGS - {event_name("joined")}
 """Of those, what a run that nothing disturbs does not have before its end."""
-EVENTS = HAPPENINGS | {"steps", "test", "warning", "ended"}
+REPLACED: Literal["replaced"] = "replaced"
+"""In the place of a lost replica another was started."""
+EVENTS = HAPPENINGS | {"steps", "test", "warning", "ended", REPLACED}
 """All events that `metrics.jsonl` tells of."""
 
 MOST_LISTED = 32
 """Up to so many replicas a line of metrics lists each; of more it gives least, median and most: lines are many, and at
 1,000 replicas each would have 48 KB. `result.json` has all of them."""
+
+
+class _Moment(NamedTuple):
+    """How far the run was when a line of metrics was written."""
+
+    counted: int
+    samples: int
+    now: float
 
 
 class Journal:
@@ -50,19 +61,24 @@ class Journal:
         self._made, self._begun = now, now - past.wall_seconds
         self.started = False
         """Whether a step was begun in this part of the run."""
+        self._numbering = Numbering.of(config, about.train_samples)
+        self._samples = self._samples_of(past.counted, past.again)
+        """Of the batches that are counted."""
         self._losses: list[float] = []
         self._epoch_losses = list(past.epoch_losses)
         self._stopped_learning: str | None = None
         self._last_loss = past.last_loss
         self._logged = past.counted
-        self._moments = ((past.counted, now), (past.counted, now))
-        """Batches and time of the last line of an earlier moment, and of the last line."""
+        self._moments = (self._moment(past.counted, now),) * 2
+        """The last line of an earlier moment, and the last line."""
         self._events = list(past.events)
 
-    @property
-    def _samples_per_batch(self) -> int:
-        batch = self._config.batch if self._options.same_batch else self._config.replica_batch
-        return batch * self._config.accumulate
+    def _samples_of(self, counted: int, again: Sequence[int]) -> int:
+        """Samples of the batches that are counted, where these below the largest are not."""
+        return self._numbering.of_done(Done(counted + len(again), tuple(again)))
+
+    def _moment(self, counted: int, now: float) -> "_Moment":
+        return _Moment(counted, self._samples, now)
 
     @property
     def _warmup_steps(self) -> int:
@@ -83,7 +99,7 @@ class Journal:
         """The clock runs from the first step, as it does without replicas."""
         if not self.started:
             self.started = True
-            self._moments = ((self._logged, now), (self._logged, now))
+            self._moments = (self._moment(self._logged, now),) * 2
             self._begun = now - self._past.wall_seconds
 
     def seconds(self, now: float) -> float:
@@ -100,6 +116,10 @@ class Journal:
         """Add the loss of a batch that is part of the common weights."""
         self._losses.append(loss)
         self._epoch_losses.append(loss)
+
+    def add_samples(self, numbers: Iterable[int]) -> None:
+        """These batches are counted."""
+        self._samples += sum(map(self._numbering.of_batch, numbers))
 
     def counted(self, counted: int, active: Sequence[int], now: float) -> dict[str, Any] | None:
         """One batch more is counted; a line about the steps since the last line, if one is due."""
@@ -128,19 +148,19 @@ class Journal:
         updates = {number: score.tally.updates for number, score in scores}
         waits = {number: round(score.tally.wait_seconds, 3) for number, score in scores}
         earlier, last = self._moments
-        self._moments = (last if now > last[1] else earlier, (counted, now))
+        self._moments = (last if now > last.now else earlier, self._moment(counted, now))
         # A replica reports several steps at a time: lines of one moment have the speed since an earlier one.
-        (counted_then, then), _ = self._moments
+        then, _ = self._moments
         line = {
             **line_of_steps(
                 epoch=min(self._config.epochs, counted // self._about.steps_per_epoch + 1),
                 step=counted,
                 loss=statistics.fmean(self._losses) if self._losses else None,
                 lr=self.rate(min(counted, self.total - 1)),
-                steps=counted - counted_then,
-                seconds=now - then,
-                samples=counted * self._samples_per_batch,
-                of_these_steps=(counted - counted_then) * self._samples_per_batch,
+                steps=counted - then.counted,
+                seconds=now - then.now,
+                samples=self._samples,
+                of_these_steps=self._samples - then.samples,
             ),
             "replicas": len(active),
             "active": list(active) if len(active) <= MOST_LISTED else None,
@@ -162,13 +182,13 @@ class Journal:
             tested,
             epoch=epoch,
             step=settled.counted,
-            samples=settled.counted * self._samples_per_batch,
+            samples=self._samples_of(settled.counted, settled.again),
             train_seconds=settled.train_seconds,
             wall_seconds=self.seconds(now),
         )
         return {**line, "replica": replica}
 
-    def event_line(self, what: What, who: int, counted: int, now: float) -> dict[str, Any]:
+    def event_line(self, what: What | Literal["replaced"], who: int, counted: int, now: float) -> dict[str, Any]:
         """Something happened to a replica or a server."""
         since = now - self._made + self._past.wall_seconds
         self._events.append({"what": what, "who": who, "when": round(since, 3)})
@@ -197,9 +217,9 @@ class Journal:
     def _staleness(self) -> Staleness | None:
         return None if self._options.averages_every_step else self.scores.staleness()
 
-    def measured(self, counted: int, repeated: int, held: str, now: float) -> Measured:
-        """At the end; `held`: where the common weights were."""
-        options, scores, per_batch = self._options, self.scores, self._samples_per_batch
+    def measured(self, counted: int, repeated: Sequence[int], held: str, now: float) -> Measured:
+        """At the end; `repeated`: batches that were trained on twice; `held`: where the common weights were."""
+        options, scores, past = self._options, self.scores, self._past
         moved = scores.total("sent_bytes") + (scores.total("received_bytes") if options.counts_received else 0)
         predicted = options.bytes_per_step(
             4 * self._about.parameters, self._config.replicas, in_memory=held == "direct"
@@ -207,14 +227,13 @@ class Journal:
         return Measured(
             epochs=self._config.epochs,
             steps=counted,
-            samples=counted * per_batch,
-            left_out=counted
-            // self._about.steps_per_epoch
-            * (self._about.train_samples - self._about.steps_per_epoch * per_batch),
-            repeated=self._past.samples_repeated,
+            samples=self._samples,
+            left_out=counted // self._numbering.per_epoch * (self._about.train_samples - self._numbering.samples),
+            repeated=past.samples_repeated,
             final_loss=self._last_loss,
-            step_seconds_median=scores.median_seconds(self._past.step_seconds),
-            samples_per_second=(counted - self._past.counted) * per_batch / max(scores.training_seconds, 1e-9),
+            step_seconds_median=scores.median_seconds(past.step_seconds),
+            samples_per_second=(self._samples - self._samples_of(past.counted, past.again))
+            / max(scores.training_seconds, 1e-9),
             bytes_per_step=BytesPerStep(predicted=predicted, counted=round(moved / max(1, scores.total("steps")))),
             peak_memory_bytes=tuple(peak for _, score in scores for peak in score.peak_bytes),
             wall_seconds=self.seconds(now),
@@ -223,7 +242,7 @@ class Journal:
                 options=options.model_dump(mode="json"),
                 servers=held,
                 replicas={number: score.report() for number, score in scores},
-                repeated=repeated,
+                repeated=len(repeated),
                 spread=scores.spread(),
                 events=[dict(event) for event in self._events],
             ),

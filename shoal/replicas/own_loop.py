@@ -130,6 +130,11 @@ def _replica(model: nn.Module, optimizer: torch.optim.Optimizer) -> Replica:
             "Make them part of the network, or give them an optimizer of their own.",
         )
     if isinstance(model, ParallelModule):
+        if model.cuts_optimizer_state:
+            raise ConfigError(
+                'a network with optimizer_state="cut" cannot be exchanged: its ranks keep rows, not whole parts.',
+                'Leave optimizer_state out of shoal.parallelize: "whole" is what it is unless told.',
+            )
         return replica_of(model, optimizer, another_transport(model))
     return Replica(named, optimizer)
 

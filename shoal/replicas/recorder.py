@@ -30,7 +30,7 @@ from shoal.result import RunResult, versions
 from shoal.timeline import Trace
 from shoal.tracing.merge import together
 from shoal.training.best import Best
-from shoal.training.checkpoints.carry_over import samples_per_number, settings_saved
+from shoal.training.checkpoints.carry_over import settings_saved
 from shoal.training.checkpoints.folder import Checkpoint, Draft, new_token
 from shoal.training.checkpoints.progress import Progress, nan_for_none
 from shoal.training.checkpoints.restoring import done_before, settings_before, step_seconds
@@ -38,6 +38,7 @@ from shoal.training.checkpoints.saving import write_state
 from shoal.training.checkpoints.tensor_files import view_of
 from shoal.training.listener import About
 from shoal.training.metrics import MetricsFile
+from shoal.training.numbering import Numbering
 from shoal.training.outcome import result_of
 from shoal.training.run_folder import RunFolder
 
@@ -83,6 +84,10 @@ class Recorder:
     def note_first_step(self) -> None:
         """Of this part of the run."""
         self._folder.note_step_after_restart()
+
+    def note_replaced(self, replica: int) -> None:
+        """In its place another is started."""
+        self._folder.note_replaced(replica)
 
     def mark(self, replica: int) -> None:
         """What was logged so far belongs to what this replica saves."""
@@ -177,6 +182,7 @@ class Recorder:
             "config": settings_saved(self._config),
             "plan": json.loads(self._plan),
             "ranks": self._config.workers // self._config.replicas,
+            "train_samples": self._about.train_samples,
             "versions": versions(),
             "progress": progress.to_dict([[sum(how_far.epoch_losses), 0.0]]),
             "epoch_losses": list(how_far.epoch_losses),
@@ -210,14 +216,14 @@ def _write_files(draft: Draft, message: Tensor) -> dict[str, Any]:
     return common
 
 
-def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainConfig, steps_per_epoch: int) -> HowFar:
+def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainConfig, train_samples: int) -> HowFar:
     """How far the run was whose checkpoint this is, counted as a run with these settings does."""
     saved = state["progress"]
-    done, repeated = done_before(state, config)
-    before, now = samples_per_number(settings_before(state)), samples_per_number(config)
+    done, repeated = done_before(state, config, train_samples)
+    before, now = (Numbering.of(each, train_samples) for each in (settings_before(state), config))
     losses = tuple(state["epoch_losses"]) if "epoch_losses" in state else _even_losses(saved)
     if before != now:
-        count = done.counted % steps_per_epoch
+        count = done.counted % now.per_epoch
         losses = (sum(losses) / len(losses),) * count if losses else ()
     return HowFar(
         counted=done.counted,
@@ -227,7 +233,7 @@ def read_past(checkpoint: Checkpoint, state: Mapping[str, Any], config: TrainCon
         last_loss=nan_for_none(saved["last_loss"]),
         epoch_losses=losses,
         step_seconds=tuple(step_seconds(checkpoint)),
-        tested=saved["tested"] * before // now,
+        tested=now.at(before.before(saved["tested"])),
         scores={int(number): score for number, score in state.get("replicas", {}).items()},
         events=tuple(state.get("events", ())),
         best=Best.from_dict(saved["best"]),

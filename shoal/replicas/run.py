@@ -34,6 +34,7 @@ from shoal.training.job import load_whole, make_optimizer
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
+from shoal.training.numbering import Numbering
 from shoal.training.outcome import describe, inference_of
 from shoal.training.own_objects import NO_OBJECTS, OwnObjects, check_same, other_weights, write_objects
 from shoal.training.run_folder import RunFolder
@@ -51,8 +52,13 @@ def train_here(
     device: str,
     own: OwnObjects = NO_OBJECTS,
     place: Place = HERE,
+    *,
+    replaces: int = 0,
 ) -> RunResult:
-    """Start all replicas, on this host or where `place` starts them, and conduct them in this process."""
+    """Start all replicas, on this host or where `place` starts them, and conduct them in this process.
+
+    `replaces`: lost replicas in whose place another is started, which joins, where the exchange takes late ones.
+    """
     options = _options(config)
     each = config.workers // config.replicas
     threads = threads_each(config.threads, config.workers)
@@ -77,7 +83,8 @@ def train_here(
         store=replicas.table,
         servers_here=True,  # this process is where the run is lost if it is lost: nowhere are they safer
     ) as conducting:
-        again = Again(_train_late, (config, conducting.meeting, config.workers, own), config.restarts)
+        late = (config, conducting.meeting, config.workers, own)
+        again = Again(_train_late, late, replaces, conducting.replaced)
 
         def lost(replica: int, failure: Failure) -> None:
             if failure.kind == "died":
@@ -98,7 +105,7 @@ def train_here(
                 on_lost=lost,
                 others=lambda: options.survives and conducting.goes_on,
                 on_stage=listener.starting,
-                again=None if place.one_host or not options.takes_late else again,
+                again=again if options.takes_late else None,
             )
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
@@ -329,13 +336,12 @@ def _look(
             "each of which has a part of them.",
             "Leave --clip out, or use an exchange whose replicas step themselves, such as allreduce or local.",
         )
-    together = 1 if options.same_batch else config.batch // config.replica_batch
     about = describe(
         config,
         splits,
         parameters=count_parameters(model),
-        # The same samples as one worker would see with the whole batch, in whole batches of it.
-        steps_per_epoch=len(splits.train) // config.samples_per_step * together,
+        # The same samples as one worker would see with the whole batch.
+        steps_per_epoch=Numbering.of(config, len(splits.train)).per_epoch,
         plan=config.plan,
         device=config.device if config.device != "auto" else "cpu",
         exchange=options.name,
@@ -389,7 +395,7 @@ class _Whence:
         """The checkpoint at `path`, or the newest whole one of the run there, if the run can go on."""
         checkpoint, said = folder.choose(path)
         state = read_state(checkpoint, config)
-        past = read_past(checkpoint, state, config, about.steps_per_epoch)
+        past = read_past(checkpoint, state, config, about.train_samples)
         folder.check_unfinished(past.counted // about.steps_per_epoch, config, stopped=past.best.stops(config.patience))
         before = settings_before(state)
         repeated = past.samples_repeated - state["progress"]["repeated"]

@@ -8,8 +8,9 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from shoal.training.evaluate import evaluate
 from shoal.training.interrupt import StopSignal
 from shoal.training.job import Job, prepare
 from shoal.training.network import Network
+from shoal.training.numbering import Numbering
 from shoal.training.out_of_memory import out_of_memory, peak_bytes
 from shoal.training.outcome import inference_of
 from shoal.training.own_objects import OwnObjects
@@ -103,7 +105,7 @@ def train_replica(
         job = _prepare(config, options, transport, number, ranks_here, own, fresh=fresh)
         if resumed is not None:
             state = resumed.state()
-            done, _ = done_before(state, config)
+            done, _ = done_before(state, config, job.loader.order.samples)
             agree(transport, lambda: put_in(resumed, state, job, batches=done.counted * config.accumulate))
             if number:  # the random state is that of the replica that saved
                 torch.manual_seed(config.seed + number + done.counted)
@@ -120,7 +122,10 @@ def train_replica(
         try:
             most = min(MOST_BATCHES, job.steps_per_epoch // (LEAST_ORDERS * config.replicas))
             recording = _recording(config, options, job)
-            stayed = _Life(job, exchange, seat, transport, options, slow, stop, most, recording, number).live()
+            weigh = partial(
+                weight_in_update, Numbering.of(config, job.loader.order.samples), config.replicas, options.same_batch
+            )
+            stayed = _Life(job, exchange, seat, transport, options, slow, stop, most, recording, number, weigh).live()
         except (RuntimeError, MemoryError) as error:
             told = out_of_memory(error, config)
             if told is None:
@@ -134,14 +139,33 @@ def train_replica(
 
 
 class _Share(BatchOrder):
-    """A replica's share of each batch, where all replicas take every step together."""
+    """A replica's share of each batch, where all replicas take every step together.
+
+    Of a smaller last batch the first replicas have as much as of any other, the next one what remains, and those after
+    it nothing: as few as can be take the statistics of batch norm over fewer samples than they are used to.
+    """
 
     def __init__(self, order: BatchOrder, replica: int, replicas: int) -> None:
-        super().__init__(samples=order.samples, batch=order.batch * replicas, seed=order.seed)
+        whole = order.batch * replicas
+        super().__init__(samples=order.samples, batch=whole, seed=order.seed, keep_last=order.keep_last)
         self._own = slice(replica * order.batch, (replica + 1) * order.batch)
+
+    def size(self, step: int) -> int:
+        return max(0, min(self._own.stop, super().size(step)) - self._own.start)
 
     def indices(self, epoch: int, step: int) -> Any:
         return super().indices(epoch, step)[self._own]
+
+
+def weight_in_update(numbering: Numbering, replicas: int, shared: bool, number: int, own: int) -> float:
+    """What the mean gradient of a replica's `own` samples of batch `number` counts beside that of a whole batch.
+
+    By samples, so that each of an update counts alike. `shared`: where replicas take the mean of their shares of one
+    batch, that is the mean of all its samples, as on one device. One replica alone takes a smaller batch as one device.
+    """
+    if replicas == 1:
+        return 1.0
+    return own * replicas / numbering.of_batch(number) if shared else own / numbering.size
 
 
 def _prepare(
@@ -202,8 +226,13 @@ class _Life:
         most: int,
         recording: Recording | None,
         number: int,
+        weigh: Callable[[int, int], float],
     ) -> None:
-        """`most`: batches that it asks for at once; `recording`: of its steps; `number`: which replica it is."""
+        """`most`: batches that it asks for at once; `recording`: of its steps; `number`: which replica it is.
+
+        `weigh`: what its samples of a batch count, as `weight_in_update` says.
+        """
+        self._weigh = weigh
         self._recording, self._number = recording, number
         self._taken = 0
         """Steps that it took."""
@@ -295,10 +324,14 @@ class _Life:
         self._taken += 1
         diary = None if self._recording is None else self._recording.begin_step(self._taken)
         begun = now()
-        batches = job.batches(batch.epoch, batch.step)
+        batches, sizes = job.batches(batch.epoch, batch.step), job.sizes(batch.step)
         if diary is not None:
             diary.note("data", "batch", begun)
-        part = backward(job, batches)
+        if batches:
+            loss = backward(job, batches, sizes, weight=self._weigh(batch.number, sum(sizes))).item()
+        else:  # others share a last batch that is too small for all
+            self._exchange.replica.no_gradients()
+            loss = 0.0
         if self._slow > 1:
             sleeping = now()
             time.sleep((self._slow - 1) * (sleeping - begun) / 1e9)
@@ -310,7 +343,7 @@ class _Life:
             job.average.update()
         if diary is not None:
             diary.note("exchange", self._options.name, stepping)
-        losses = [row[0] for row in job.network.gather([part.item()])]
+        losses = [row[0] for row in job.network.gather([loss])]
         ended = now()
         seconds = (ended - begun) / 1e9
         if diary is not None:

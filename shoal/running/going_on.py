@@ -14,12 +14,13 @@ from pathlib import Path
 
 from shoal import planning
 from shoal.config import TORCH_STRATEGIES, TrainConfig
-from shoal.errors import ConfigError, DiedError, InputError, Loss, PeerError
+from shoal.errors import ConfigError, DiedError, InputError, Loss, NoPlaceError, PeerError
 from shoal.launching import TimeOverError
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult, WentOn
-from shoal.training.checkpoints.carry_over import samples_per_number
+from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.listener import Listener
+from shoal.training.numbering import Numbering, samples_per_number
 from shoal.training.run_folder import RunFolder
 from shoal.units import WorkerRange
 
@@ -32,6 +33,10 @@ class Attempt:
     resumed: Path | None
     seconds: float | None
     """None: there is no number of workers to grow to."""
+    restarts: int
+    """Lost replicas in whose place another may be started while the others go on."""
+    larger: tuple[int, ...] = ()
+    """Numbers of workers to grow to, least first, where there are `seconds`."""
 
 
 def workers_lost_with_one(config: TrainConfig) -> int:
@@ -78,20 +83,29 @@ def go_on_by_itself(
     given = config.model_copy(update={"out": folder.path})
     workers, left, losses = config.workers, config.restarts, 0
     while True:
-        attempt = _attempt(given, workers, folder, resumed, losses)
+        attempt, replaced = _attempt(given, workers, folder, resumed, losses, left), folder.replaced
         try:
             return train(attempt)
-        except TimeOverError:
-            grown = _room_to_grow(given, workers)
-            assert grown is not None, "only an attempt that can grow has its time"
+        except TimeOverError as over:
+            assert attempt.larger, "only an attempt that can grow has its time"
+            grown = over.workers or attempt.larger[-1]
             why = (
                 f"the run has trained on {workers} workers for {attempt.seconds:g} seconds, and there is room for more."
             )
             change = _change(folder, attempt.config, why, workers, grown, Loss((), time.time()))
             workers = grown
             listener.regrouping(change)
+        except NoPlaceError as error:
+            there = None if given.elastic is None else largest(given, given.elastic.least, workers - 1)
+            if there is None:
+                raise
+            losses += 1
+            change = _change(folder, attempt.config, error.problem, workers, there, Loss((), time.time()))
+            workers = there
+            listener.regrouping(change)
         except (DiedError, PeerError) as error:
             fewer = _fewer(given, workers, error.loss)
+            left -= folder.replaced - replaced
             if fewer is None and not left:
                 raise _with_the_way_out(error, given, workers, folder) from error.__cause__
             losses += 1
@@ -109,15 +123,17 @@ def go_on_by_itself(
             resumed = folder.path
 
 
-def _attempt(given: TrainConfig, workers: int, folder: RunFolder, resumed: Path | None, losses: int) -> Attempt:
-    """The next one. After every loss it takes twice as long until the run grows again."""
+def _attempt(
+    given: TrainConfig, workers: int, folder: RunFolder, resumed: Path | None, losses: int, left: int
+) -> Attempt:
+    """The next one. After every loss it takes twice as long until the run grows again. `left`: of the restarts."""
     config = given if workers == given.workers else on_workers(given, workers)
     if resumed is not None and config.plan == AUTO and folder.plan.exists():
         config = _with_plan_of(folder, config)
-    seconds = None
-    if given.elastic is not None and losses and _room_to_grow(given, workers) is not None:
-        seconds = given.elastic.seconds * 2 ** (losses - 1)
-    return Attempt(config, resumed, seconds)
+    if given.elastic is None or not losses:
+        return Attempt(config, resumed, None, left)
+    larger = tuple(more for more in range(workers + 1, given.elastic.most + 1) if fits(given, more))
+    return Attempt(config, resumed, given.elastic.seconds * 2 ** (losses - 1) if larger else None, left, larger)
 
 
 def _with_plan_of(folder: RunFolder, config: TrainConfig) -> TrainConfig:
@@ -138,10 +154,6 @@ def _check_range(config: TrainConfig, elastic: WorkerRange) -> None:
             f"number of workers than {config.workers}.",
             "Choose a plan for any number, such as data or auto; with replicas, a --batch that each number divides.",
         )
-
-
-def _room_to_grow(config: TrainConfig, workers: int) -> int | None:
-    return None if config.elastic is None else largest(config, workers + 1, config.elastic.most)
 
 
 def _fewer(config: TrainConfig, workers: int, loss: Loss | None) -> int | None:
@@ -172,7 +184,6 @@ def _change(folder: RunFolder, config: TrainConfig, why: str, before: int, after
     """What is known when the run goes on."""
     checkpoint, _ = folder.checkpoints.newest_whole()
     steps = 0 if checkpoint is None else checkpoint.steps
-    again = None if loss.steps is None else max(0, loss.steps - steps) * samples_per_number(config)
     return WentOn(
         why=why,
         lost=list(loss.lost),
@@ -180,7 +191,19 @@ def _change(folder: RunFolder, config: TrainConfig, why: str, before: int, after
         workers_after=after,
         step=steps,
         checkpoint=None if checkpoint is None else checkpoint.path.name,
-        samples_again=again,
+        samples_again=_samples_again(loss, checkpoint, config),
         noticed=loss.noticed,
         seconds_to_notice=None if loss.stepped is None else max(0.0, round(loss.noticed - loss.stepped, 3)),
     )
+
+
+def _samples_again(loss: Loss, checkpoint: Checkpoint | None, config: TrainConfig) -> int | None:
+    """Samples trained on after the checkpoint, that are lost; None where nobody knows."""
+    if loss.steps is None:
+        return None
+    begun = 0 if checkpoint is None else checkpoint.steps
+    samples = None if checkpoint is None else checkpoint.state().get("train_samples")
+    if samples is None:  # nothing says how many an epoch has, so where the smaller batches are
+        return max(0, loss.steps - begun) * samples_per_number(config) if config.last_batch == "drop" else None
+    numbering = Numbering.of(config, samples)
+    return max(0, numbering.before(loss.steps) - numbering.before(begun))

@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ from torch import nn
 from shoal.config import TrainConfig, read_recipe
 from shoal.data.torch_sets import batch_of
 from shoal.errors import ConfigError
-from shoal.launching import OnStage, joined, on_ray, run, run_apart, surrounding
+from shoal.launching import (
+    OnStage,
+    RayPlace,
+    Room,
+    TimeOverError,
+    joined,
+    on_ray,
+    run,
+    run_apart,
+    surrounding,
+)
 from shoal.machine import threads_each
 from shoal.planning.strategies import AUTO
 from shoal.result import RunResult
@@ -204,7 +215,7 @@ def _start(config: TrainConfig, resumed: Path | None, listener: Listener, own: O
             "Leave --elastic out: torchrun --nnodes MIN:MAX --max-restarts N with --resume auto does the like.",
         )
     if not config.goes_on_by_itself or surrounding() is not None:
-        return _train(Attempt(config, resumed, None), listener, own, asked=asked)
+        return _train(Attempt(config, resumed, None, restarts=0), listener, own, asked=asked)
     return go_on_by_itself(lambda attempt: _train(attempt, listener, own, asked=asked), config, resumed, listener)
 
 
@@ -221,8 +232,7 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
                 f"on = 'ray' asks Ray for the workers, but {world.origin} started this process as one of them.",
                 f"Leave --on out, or start one process without {world.origin}.",
             )
-        # It does not grow by itself: nobody here knows whether Ray has room for more, and without that it would end.
-        return _train_on_ray(config, resumed, listener, own, _Clock(None, listener.starting))
+        return _train_on_ray(attempt, config, listener, own)
     every_rank = config.exchange is not None and not config.tells("replicas")
     if world is not None and world.size == 1 and not asked and (every_rank or config.replicas == 1):
         config = config.on_workers(1)  # a run that others took part in before goes on alone
@@ -244,7 +254,7 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
         if not config.goes_on_by_itself:
             return train_here(config, resumed, listener, device, own)
         return run_apart(
-            train_here,
+            partial(train_here, replaces=attempt.restarts),
             config,
             resumed,
             listener,
@@ -277,28 +287,30 @@ def _train(attempt: Attempt, listener: Listener, own: OwnObjects, *, asked: bool
     return results[0]
 
 
-def _train_on_ray(
-    config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, clock: "_Clock"
-) -> RunResult:
+def _train_on_ray(attempt: Attempt, config: TrainConfig, listener: Listener, own: OwnObjects) -> RunResult:
     """Ranks as actors of a Ray cluster, conducted from here. Each has one core unless --threads says more."""
-    config = config.model_copy(update={"threads": config.threads or 1})
+    config, resumed = config.model_copy(update={"threads": config.threads or 1}), attempt.resumed
     if config.exchange_settings() is not None:
         if not config.goes_on_by_itself:
             return _replicas_on_ray(config, resumed, listener, own)
-        return run_apart(
-            _replicas_on_ray,
-            config,
-            resumed,
-            listener,
-            own,
-            called="conductor",
-            threads=config.threads or 1,
-            timeout=config.timeout,
-            on_stage=clock.hear,
-            time_is_up=clock.time_is_up,
-        )
+        with ExitStack() as stack:
+            # This process asks for room itself: the conductor apart is ended once there is some.
+            place = stack.enter_context(on_ray()) if attempt.larger else None
+            clock = stack.enter_context(_growing(attempt, config, place, listener))
+            return run_apart(
+                partial(_replicas_on_ray, replaces=attempt.restarts),
+                config,
+                resumed,
+                listener,
+                own,
+                called="conductor",
+                threads=config.threads or 1,
+                timeout=config.timeout,
+                on_stage=clock.hear,
+                time_is_up=clock.time_is_up,
+            )
     _check(config, resumed, own)
-    with on_ray(listener.starting) as place:
+    with on_ray(listener.starting) as place, _growing(attempt, config, place, listener) as clock:
         device = place.device(config.device, config.workers)
         results = run(
             train_on_rank,
@@ -320,19 +332,42 @@ def _train_on_ray(
         return results[0]
 
 
-def _replicas_on_ray(config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects) -> RunResult:
+def _replicas_on_ray(
+    config: TrainConfig, resumed: Path | None, listener: Listener, own: OwnObjects, *, replaces: int = 0
+) -> RunResult:
     from shoal.replicas.run import train_here
 
     with on_ray(listener.starting) as place:
         device = place.device(config.device, config.workers)
-        return train_here(config.model_copy(update={"device": device}), resumed, listener, device, own, place)
+        config = config.model_copy(update={"device": device})
+        return train_here(config, resumed, listener, device, own, place, replaces=replaces)
+
+
+@contextmanager
+def _growing(attempt: Attempt, config: TrainConfig, place: RayPlace | None, listener: Listener) -> Iterator["_Clock"]:
+    """While the run trains on Ray: it grows when its time is over and Ray has given room for more workers."""
+    if place is None or not attempt.larger:
+        yield _Clock(None, listener.starting)
+        return
+    device = place.device(config.device, config.workers)
+    room = Room(config.workers, attempt.larger, config.threads or 1, device)
+    try:
+        yield _Clock(attempt.seconds, listener.starting, room.is_there)
+    except TimeOverError as over:
+        over.workers = room.workers
+        raise
+    finally:
+        room.close()
 
 
 class _Clock:
-    """Whether workers have trained for as long as they may, from what they tell on their way."""
+    """Whether workers have trained for as long as they may, from what they tell on their way.
 
-    def __init__(self, seconds: float | None, on_stage: OnStage) -> None:
-        self._seconds, self._on_stage = seconds, on_stage
+    `and_then`: what must be so too, asked again and again once the time is over.
+    """
+
+    def __init__(self, seconds: float | None, on_stage: OnStage, and_then: Callable[[], bool] = lambda: True) -> None:
+        self._seconds, self._on_stage, self._and_then = seconds, on_stage, and_then
         self._begun: float | None = None
 
     def hear(self, done: str, by: int, of: int) -> None:
@@ -344,7 +379,9 @@ class _Clock:
 
     def time_is_up(self) -> bool:
         """Whether they are to stop."""
-        return None not in (self._seconds, self._begun) and time.monotonic() - (self._begun or 0) > (self._seconds or 0)
+        if self._seconds is None or self._begun is None:
+            return False
+        return time.monotonic() - self._begun > self._seconds and self._and_then()
 
 
 def _check(config: TrainConfig, resumed: Path | None, own: OwnObjects) -> None:

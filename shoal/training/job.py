@@ -26,6 +26,7 @@ from shoal.training import initial
 from shoal.training.average import WeightAverage
 from shoal.training.device import choose_device
 from shoal.training.network import Criterion, Network, on_one_device
+from shoal.training.numbering import Numbering
 from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -53,21 +54,16 @@ class Job:
     """What people should know of how it began."""
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch; what is too little for one at its end is left out, or makes a smaller one."""
-        batches, order = self.loader.order.steps_per_epoch, self.loader.order
-        return -(-batches // self.config.accumulate) if order.keep_last else batches // self.config.accumulate
+    def numbering(self) -> Numbering:
+        """The samples of each step; what is too little for one at the end is left out, or makes a smaller one."""
+        order = self.loader.order
+        size = order.batch * self.config.accumulate
+        return Numbering(size, order.samples if order.keep_last else order.samples // size * size)
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Samples that are trained on in an epoch."""
-        whole = self.steps_per_epoch * self.config.samples_per_step
-        return min(whole, self.loader.order.samples)
-
-    def samples_after(self, steps: int) -> int:
-        """Samples that are trained on in so many steps from the beginning."""
-        epochs, more = divmod(steps, self.steps_per_epoch)
-        return epochs * self.samples_per_epoch + min(more * self.config.samples_per_step, self.samples_per_epoch)
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return self.numbering.per_epoch
 
     @property
     def total_steps(self) -> int:
@@ -79,13 +75,14 @@ class Job:
         return [self.loader.batch(epoch, number) for number in self._numbers(step)]
 
     def sizes(self, step: int) -> list[int]:
-        """Samples of each batch of a step of an epoch."""
+        """Samples of each batch of a step of an epoch that has any."""
         return [self.loader.order.size(number) for number in self._numbers(step)]
 
-    def _numbers(self, step: int) -> range:
-        """Of the batches of a step."""
-        first = step * self.config.accumulate
-        return range(first, min(first + self.config.accumulate, self.loader.order.steps_per_epoch))
+    def _numbers(self, step: int) -> list[int]:
+        """Of the batches of a step, but for those of which a replica's share is empty."""
+        order, first = self.loader.order, step * self.config.accumulate
+        numbers = range(first, min(first + self.config.accumulate, order.steps_per_epoch))
+        return [number for number in numbers if order.size(number)]
 
     def tested(self) -> AbstractContextManager[None]:
         """Within, the network has the weights that are tested and saved: their average, where there is one."""
@@ -142,7 +139,11 @@ def prepare(
         else:
             network = lay_over_ranks(model, config, transport, shapes, criterion, build, planning_progress)
             # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
-            config = config.model_copy(update={"bucket_bytes": network.module.bucket_bytes})
+            # So do factors in the place of sums.
+            noted: dict[str, object] = {"bucket_bytes": network.module.bucket_bytes}
+            if network.module.plan.factors:
+                noted["factors"] = ",".join(network.module.plan.factors)
+            config = config.model_copy(update=noted)
     parts = {size: part for size in loader.order.sizes if (part := network.training_part(size)) is not None}
     loader = Loader(loader.data, loader.order, loader.augment, parts or None)
     return replace(equipped(config, splits, network, loader, device, own), told=told)

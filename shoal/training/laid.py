@@ -26,9 +26,10 @@ from shoal.finding import choose_plan
 from shoal.finding.auto import gives_losses, price_from_cache
 from shoal.launching import tell_stage
 from shoal.lowering.boundary import IO, Boundary, even_shares
+from shoal.lowering.owners import OptimizerState
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
-from shoal.plan import Plan
+from shoal.plan import Plan, factors_option
 from shoal.planning import resolve
 from shoal.planning.outlining import outline_of
 from shoal.planning.strategies import AUTO
@@ -127,7 +128,7 @@ class LaidNetwork(Network):
         return replica_of(self.module, optimizer, transport)
 
     def bytes_per_step(self, batches: int) -> int:
-        predicted = self.module.predicted()
+        predicted = self.module.predicted(accumulated=batches > 1)
         gradients = predicted.get(GRADIENTS, Sent()).bytes  # summed with the last batch
         return batches * (total(predicted).bytes - gradients) + gradients
 
@@ -219,11 +220,12 @@ def lay_over_ranks(
             batch_norm=config.batch_norm,
             bucket_bytes=config.bucket_bytes,
             racing=config.race,
+            factors=factors_option(config.factors),
             progress=planning_progress,
         ).plan
     io = agree(transport, lambda: _io_for(plan, captured, transport.world))
 
-    def laid(captured: Captured) -> ParallelModule:
+    def laid(captured: Captured, optimizer_state: OptimizerState = "whole") -> ParallelModule:
         return lay(
             captured,
             plan,
@@ -231,11 +233,13 @@ def lay_over_ranks(
             io=io,
             batch_norm=config.batch_norm,
             recompute=config.recompute,
+            optimizer_state=optimizer_state,
             bucket_bytes=config.bucket_bytes,
+            factors=factors_option(config.factors),
             seed=config.seed,
         )
 
-    module = laid(captured)
+    module = laid(captured, config.optimizer_state)
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
     network = LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
     graph, cuts = captured.graphs[True], dict(module.plan.layers)
@@ -247,6 +251,7 @@ def lay_over_ranks(
         io=io,
         batch_norm=config.batch_norm,
         bucket_bytes=module.bucket_bytes,
+        factors=module.plan.factors or "never",
     )
     network.price = priced
     if transport.rank == 0:

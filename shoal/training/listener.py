@@ -72,7 +72,7 @@ class Listener:
         """A line was written to `metrics.jsonl`."""
 
     def happened(self, what: str, replica: int) -> None:
-        """With several replicas: one joined, was lost, froze, came back or left."""
+        """With several replicas: one joined, was lost, froze, came back or left; or in its place another is started."""
 
     def finished(self, result: RunResult, folder: RunFolder) -> None:
         """`result.json` is written."""

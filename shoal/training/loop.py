@@ -251,6 +251,7 @@ class Run:
                 f"the loss became {loss} in epoch {progress.position.epoch + 1}, by step {progress.steps}.",
                 f"{how_to_step_less(config)} Or look for bad values in the data.",
             )
+        samples = self.job.numbering.before(progress.steps)
         line = line_of_steps(
             epoch=progress.position.epoch + 1,
             step=progress.steps,
@@ -258,8 +259,8 @@ class Run:
             lr=rate,
             steps=count,
             seconds=seconds,
-            samples=self.job.samples_after(progress.steps),
-            of_these_steps=self.job.samples_after(progress.steps) - self.job.samples_after(progress.steps - count),
+            samples=samples,
+            of_these_steps=samples - self.job.numbering.before(progress.steps - count),
         )
         self._write(metrics, **line)
 
@@ -291,7 +292,7 @@ class Run:
             tested,
             epoch=self.progress.position.epoch + 1,
             step=self.progress.steps,
-            samples=self.job.samples_after(self.progress.steps),
+            samples=self.job.numbering.before(self.progress.steps),
             train_seconds=sum(self.progress.step_seconds),
             wall_seconds=time.perf_counter() - self._begun,
         )
@@ -400,7 +401,7 @@ class Run:
         with autocast(self.job):  # what is sent is in its precision
             own = [network.bytes_per_step(config.accumulate), peak_bytes(self.job.device)]
         predicted, peaks = zip(*(map(int, row) for row in network.gather(own)), strict=True)
-        samples = self.job.samples_after(progress.steps)
+        samples = self.job.numbering.before(progress.steps)
         uneven = samples != progress.steps * config.samples_per_step  # of which the prediction is not
         measured = Measured(
             epochs=progress.position.epoch,
@@ -410,7 +411,7 @@ class Run:
             samples=samples,
             left_out=progress.steps
             // self.job.steps_per_epoch
-            * (len(self.job.splits.train) - self.job.samples_per_epoch),
+            * (len(self.job.splits.train) - self.job.numbering.samples),
             repeated=progress.repeated,
             went_on=tuple(self.folder.went_on),
             final_loss=progress.last_loss,

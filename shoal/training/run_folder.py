@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError, InputError, OutputError, RunError
@@ -95,11 +95,9 @@ class RunFolder:
     def went_on(self) -> list[WentOn]:
         """Each of these times, with how long it took where a step followed."""
         times: list[WentOn] = []
-        try:
-            lines = self.restarts_file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return times
-        for line in map(json.loads, lines):
+        for line in self._restarts():
+            if "replaced" in line:
+                continue
             if "stepped" not in line:
                 times.append(WentOn.model_validate(line))
             elif times and times[-1].seconds_to_go_on is None:
@@ -111,6 +109,21 @@ class RunFolder:
     def restarts_file(self) -> Path:
         """JSON objects, one per line: each time that the run went on by itself, and the first step after it."""
         return self.path / "restarts.jsonl"
+
+    def _restarts(self) -> list[dict[str, Any]]:
+        try:
+            return [json.loads(line) for line in self.restarts_file.read_text(encoding="utf-8").splitlines()]
+        except FileNotFoundError:
+            return []
+
+    @property
+    def replaced(self) -> int:
+        """Lost replicas in whose place another was started, while the others went on."""
+        return sum("replaced" in line for line in self._restarts())
+
+    def note_replaced(self, replica: int) -> None:
+        """In the place of a lost replica another is started."""
+        self._append(json.dumps({"replaced": replica, "noticed": time.time()}))
 
     def note_going_on(self, change: WentOn) -> None:
         """The run goes on by itself."""

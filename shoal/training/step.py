@@ -19,11 +19,11 @@ def autocast(job: Job) -> AbstractContextManager[object]:
     return nullcontext() if amp == "off" else torch.autocast(job.device.type, LOWER[amp])
 
 
-def backward(job: Job, batches: Sequence[Batch], sizes: Sequence[int] = ()) -> Tensor:
+def backward(job: Job, batches: Sequence[Batch], sizes: Sequence[int] = (), *, weight: float = 1.0) -> Tensor:
     """Gradients of the mean loss of all samples, where the optimizer finds them; what this rank adds to that mean.
 
     Between ranks gradients are summed once, with the last batch. `sizes`: samples of each batch over all ranks; as the
-    settings say unless given.
+    settings say unless given. `weight`: of that mean, where it is a part of another.
     """
     sizes = sizes or [job.config.batch] * len(batches)
     even = len(set(sizes)) == 1
@@ -36,13 +36,15 @@ def backward(job: Job, batches: Sequence[Batch], sizes: Sequence[int] = ()) -> T
             with autocast(job):
                 loss = job.network.loss(x.to(job.device), y.to(job.device))
             mean = loss if len(batches) == 1 else loss / len(batches) if even else loss * (size / sum(sizes))
+            mean = mean if weight == 1.0 else mean * weight
             between = 0 if diary is None else now()
             torch.autograd.backward(mean if job.scaler is None else job.scaler.scale(mean))
         parts.append(job.network.part_in_mean(loss, y, size) * (1 if even else size * len(sizes) / sum(sizes)))
         if diary is not None:
             diary.note("forward", FORWARD_PASS, begun, between)
             diary.note("backward", BACKWARD_PASS, between)
-    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+    mean_of_all = parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+    return mean_of_all if weight == 1.0 else mean_of_all * weight
 
 
 def train_step(job: Job, batches: Sequence[Batch], *, rate: float, sizes: Sequence[int] = ()) -> Tensor:

@@ -24,6 +24,7 @@ from shoal.replicas.journal import EVENTS
 from shoal.training.run_folder import RunFolder
 from tests.cli.commands import Begun, begin
 from tests.cli.conftest import Shoal
+from tests.cli.test_elastic import IN_FLOAT64, assert_same_run
 from tests.cli.test_train import metrics_of, result_of
 from tests.replicas.worlds import free_port
 
@@ -124,6 +125,45 @@ def test_two_replicas_in_step_are_one_with_the_whole_batch(shoal: Shoal, mine: l
             assert sent["predicted"] == sent["counted"] > 0
         else:  # what is fetched to begin with, to test and to save, comes on top of the steps
             assert 0 < sent["predicted"] <= sent["counted"] <= 1.5 * sent["predicted"]
+
+
+UNEVEN = ["train", "--model", "mine:net", "--model-options", "norm=false", "--lr", "0.02", "--momentum", "0.5"]
+UNEVEN += ["--threads", "1", "--log-every", "1", "--epochs", "2", "--last-batch", "keep"]
+
+
+def test_the_smaller_last_step_of_replicas_in_step_is_one_devices(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
+    """80 samples in steps of 24 leave 8, which are too few for all replicas."""
+    (tmp_path / "mine.py").write_text(IN_FLOAT64)
+    runs = {
+        "one": ["--batch", "24"],
+        "replicas": ["--batch", "12", "--accumulate", "2", "--replicas", "3"],
+        "sync": ["--batch", "24", "--replicas", "2", "--exchange", "sync"],
+        "groups": ["--batch", "24", *GROUPS, "model"],
+        "alone": ["--batch", "24", "--exchange", "downpour"],
+    }
+    for name, options in runs.items():
+        run = shoal(*UNEVEN, "--data", tiny, *options, "--out", name)
+        assert run.returncode == 0, run.stderr
+        assert [result_of(tmp_path / name)[what] for what in ("samples", "samples_left_out")] == [160, 0]
+        seen = [line["samples"] for line in metrics_of(tmp_path / name) if line["event"] == "steps"]
+        assert seen == [24, 48, 72, 80, 104, 128, 152, 160]
+        assert_same_run(tmp_path / "one", tmp_path / name, lines_lost=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*map(thorough, sorted({*EXCHANGE_NAMES} - {"allreduce", "sync", "downpour", "local"})), "downpour", "local"],
+)
+def test_every_exchange_trains_on_every_sample_of_an_uneven_epoch(
+    name: str, shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(IN_FLOAT64)
+    run = shoal(*UNEVEN, "--data", tiny, "--batch", "24", "--replicas", "2", "--exchange", name, "--out", "o")
+    assert run.returncode == 0, run.stderr
+    result = result_of(tmp_path / "o")
+    each = 24 // parse_exchange(name, {}).among(2).parts_of_batch(2)
+    counts = [result[what] for what in ("steps", "samples", "samples_left_out", "samples_repeated")]
+    assert counts == [2 * -(-80 // each), 160, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,50 @@ def test_a_run_that_loses_a_worker_goes_on_by_itself(kind: list[str], tiny: str,
     assert (result["steps"], result["samples"], result["restarts"]) == (400, 3200, 1)
 
 
+@pytest.mark.parametrize(
+    "exchange", ["downpour", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gossip", "local", "easgd"))]
+)
+def test_in_the_place_of_a_lost_replica_another_is_started_as_often_as_was_said(
+    exchange: str, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(WITH_DROPOUT)
+    out = tmp_path / "o"
+    settings = ["train", "--data", tiny, *NET[:-2], "--replicas", "2", "--exchange", exchange, "--epochs", "4000"]
+    run = begin(tmp_path, "shoal", *settings, "--eval-every", "4000", "--out", "o", "--restarts", "1")
+
+    def told(event: str) -> list[int]:
+        if not (out / "metrics.jsonl").exists():
+            return []
+        whole = (out / "metrics.jsonl").read_text().rpartition("\n")[0]
+        return [line["replica"] for line in map(json.loads, whole.splitlines()) if line["event"] == event]
+
+    try:
+        wait_for(lambda: sorted(told("joined")) == [0, 1], run)
+        rank_of(run, 1).kill()
+        wait_for(lambda: told("lost") == [1] and told("joined")[2:] == [2], run)
+        rank_of(run, 2).kill()  # the second is one too many
+        wait_for(lambda: told("lost") == [1, 2], run)
+        time.sleep(1)
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert not [process for process in family if process.name() == "shoal rank 3"]
+        run.send_signal(signal.SIGINT)
+        printed = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            kill_all(run)
+    assert run.returncode == 130, printed
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert told("replaced") == [1]
+    assert printed[0].count("another is started in the place of replica 1 (--restarts)") == 1
+    assert RunFolder(out).replaced == 1
+    more = begin(tmp_path, "shoal", "train", "--resume", "o", "--epochs", str(newest(out) // 10 + 2), "--restarts", "0")
+    assert (more.communicate(timeout=120), more.returncode)[1] == 0
+    result = result_of(out)
+    assert result["samples"] == result["steps"] * 4
+    told_in_result = [(event["what"], event["who"]) for event in result["exchanged"]["events"]]
+    assert told_in_result[:6] == [*told_in_result[:2], ("lost", 1), ("replaced", 1), ("joined", 2), ("lost", 2)]
+
+
 def conductor_of(run: Begun) -> psutil.Process | None:
     family = psutil.Process(run.pid).children(recursive=True)
     return next((process for process in family if process.name() == "shoal conductor"), None)

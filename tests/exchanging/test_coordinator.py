@@ -255,6 +255,20 @@ def test_a_failure_is_told_to_those_who_wait_and_to_those_who_ask_later() -> Non
         assert second.receive().head == {}
 
 
+def test_a_failure_is_told_to_who_asks_while_the_coordinator_closes() -> None:
+    """Whoever heard it first may end the run at once; the others must not be left with a link that is gone."""
+    coordinator = Coordinator(heartbeat=5.0, replicas=1)
+    with come(coordinator, 0) as asker:
+        coordinator.fail(RunError("the disk is full.", "Free space."))
+        closing = threading.Thread(target=coordinator.close)
+        closing.start()
+        time.sleep(0.2)
+        asker.send({"ask": "ticket", "version": 0})
+        assert asker.receive().head == {"failed": ["the disk is full.", "Free space."]}
+        closing.join(10)
+    assert not closing.is_alive()
+
+
 def test_the_end_of_a_server_is_told_once_also_where_it_never_came() -> None:
     with meeting_point(replicas=2, servers=2) as coordinator:
         for _ in range(2):

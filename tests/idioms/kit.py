@@ -7,6 +7,7 @@ asserts refusals on all ranks at once with `refused`.
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.lowering import owners
 from shoal.partition import Box, slices, whole
 
 AnyPlan = str | shoal.Plan
@@ -27,6 +29,8 @@ MIXED = shoal.Plan(
 """Another cut for every layer; each network here has layers of these names, and may call `b` more than once."""
 
 PLANS: Mapping[str, AnyPlan] = {"data": "data", "model": "model", "spatial": "spatial", "mixed": MIXED}
+CUT_STATE = "data, optimizer state cut"
+"""In the place of a plan: the plan `data` with `optimizer_state="cut"`, also of parameters as small as those here."""
 
 
 def cases_of(content: Mapping[str, Any]) -> list[Case]:
@@ -101,6 +105,9 @@ def parallel(
     model: nn.Module | Callable[[], nn.Module], plan: AnyPlan, example: Any = SHAPE, **options: Any
 ) -> shoal.ParallelModule:
     """`shoal.parallelize`, without the time that it takes to measure the link."""
+    if plan == CUT_STATE:
+        with patch.object(owners, "LEAST_ELEMENTS", 1):
+            return parallel(model, "data", example, optimizer_state="cut", **options)
     return shoal.parallelize(model, example, plan, bucket_bytes=1 << 16, **options)
 
 

@@ -13,6 +13,7 @@ import shoal
 from shoal.errors import RunError
 from tests.conftest import RunOnRanks
 from tests.idioms.kit import (
+    CUT_STATE,
     MIXED,
     PLANS,
     AnyPlan,
@@ -304,7 +305,7 @@ def written_optimizer_state(plan: AnyPlan) -> None:
     same_states(model, reference)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, CUT_STATE])
 @pytest.mark.parametrize("case", cases_of(globals()), ids=name_of)
 def test_optimizers(on_ranks: RunOnRanks, case: Case, plan: str) -> None:
-    on_ranks(2, case, PLANS[plan])
+    on_ranks(2, case, PLANS.get(plan, plan))

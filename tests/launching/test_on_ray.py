@@ -137,21 +137,31 @@ def test_in_the_place_of_a_lost_node_one_that_comes_back_gives_a_replica(
 
 
 @needs_ray
-@pytest.mark.thorough
-def test_an_elastic_run_goes_on_with_the_worker_that_is_left(
-    train: Callable[..., Begun], cluster: Nodes, tmp_path: Path
+@pytest.mark.parametrize(
+    "kind", [[], pytest.param(["--replicas", "2", "--exchange", "allreduce"], marks=pytest.mark.thorough)]
+)
+def test_an_elastic_run_goes_on_with_the_worker_that_is_left_and_grows_when_its_node_is_back(
+    kind: list[str], train: Callable[..., Begun], cluster: Nodes, tmp_path: Path
 ) -> None:
-    run = train("--workers", "2", "--epochs", "400", "--eval-every", "400", "--elastic", "1:2")
-    metrics = tmp_path / "o" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, run)
+    folder = RunFolder(tmp_path / "o")
+    run = train("--workers", "2", *kind, *LONG, "--checkpoint-every", "50steps", "--elastic", "1:2:1")
+    wait_for(lambda: saved(folder.path) > 0, run)
     try:
         cluster.lose()
-        printed = run.communicate(timeout=150)
+        wait_for(lambda: [change.workers_after for change in folder.went_on] == [1], run)
+        wait_for(lambda: folder.went_on[0].seconds_to_go_on is not None, run)
+        time.sleep(3)  # much longer than a second: without room it does not grow
+        assert folder.restarts == 1
     finally:
         cluster.add()
-    assert run.returncode == 0, printed
-    result = result_of(tmp_path / "o")
-    assert (result["workers"], result["samples"]) == (1, 32_000)
+    wait_for(lambda: folder.restarts == 2 and folder.went_on[1].seconds_to_go_on is not None, run)
+    run.send_signal(signal.SIGINT)
+    printed = run.communicate(timeout=60)
+    assert run.returncode == 130, printed
+    shrunk, grown = folder.went_on
+    assert (shrunk.workers_before, shrunk.workers_after, grown.workers_before, grown.workers_after) == (2, 1, 1, 2)
+    assert grown.step > shrunk.step
+    assert "Going on with 2 workers after step" in printed[0]
 
 
 @needs_ray

@@ -3,15 +3,19 @@
 from shoal.config import TrainConfig
 from shoal.exchanges import ExchangeOptions
 from shoal.training.listener import About
+from shoal.training.numbering import samples_per_number
 
 
-def about_a_run(config: TrainConfig, options: ExchangeOptions, steps_per_epoch: int = 10) -> About:
-    """What a run with these settings would be about, of a network and data that nobody needs."""
+def about_a_run(config: TrainConfig, options: ExchangeOptions, steps_per_epoch: int = 10, *, lacking: int = 0) -> About:
+    """What a run with these settings would be about, of a network and data that nobody needs.
+
+    `lacking`: samples that the last batch of an epoch has less than others; `last_batch` must be keep then.
+    """
     return About(
         model="net",
         parameters=1,
         data="digits",
-        train_samples=80,
+        train_samples=max(config.samples_per_step, steps_per_epoch * samples_per_number(config)) - lacking,
         test_samples=8,
         classes=10,
         origin="here",

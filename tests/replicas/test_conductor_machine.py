@@ -51,6 +51,7 @@ from shoal.replicas.orders import (
 )
 from shoal.replicas.worker import _together
 from shoal.training.evaluate import Evaluation
+from shoal.training.numbering import Numbering
 from tests.replicas.runs import about_a_run
 
 STEPS_PER_EPOCH = 5
@@ -83,14 +84,21 @@ class Run:
     """A conductor, and the world around it."""
 
     def __init__(
-        self, past: HowFar | None = None, drops: Iterator[bool] | None = None, wants: int = 1, **chosen: Any
+        self,
+        past: HowFar | None = None,
+        drops: Iterator[bool] | None = None,
+        wants: int = 1,
+        lacking: int = 0,
+        **chosen: Any,
     ) -> None:
+        """`lacking`: samples that the last batch of an epoch has less than the others."""
         self.config = TrainConfig.parse(
             {
                 "data": "digits",
                 "batch": 12,
                 "timeout": TIMEOUT,
                 "log_every": 2,
+                "last_batch": "keep",
                 **chosen,
                 "exchange_options": {"heartbeat": HEARTBEAT, **chosen.get("exchange_options", {})},
             }
@@ -98,7 +106,11 @@ class Run:
         options = self.config.exchange_settings()
         assert options is not None
         self.options = options
-        about = about_a_run(self.config, options, STEPS_PER_EPOCH)
+        about = about_a_run(self.config, options, STEPS_PER_EPOCH, lacking=lacking)
+        self.numbering = Numbering.of(self.config, about.train_samples)
+        assert self.numbering.per_epoch == STEPS_PER_EPOCH
+        self.samples: list[tuple[int, int]] = []
+        """Of the lines about steps: steps, and how many samples they were."""
         self.conductor = Conductor(self.config, options, about, Whereabouts("run"), past)
         self.push_every = getattr(options, "push_every", 3 if options.name == "local" else 1)
         self.drops = drops or iter(())
@@ -145,6 +157,8 @@ class Run:
                     self.servers_ended = True
                 case Log() if effect.values["event"] == "test":
                     self.tests.append((effect.values["step"], effect.values["epoch"]))
+                case Log() if effect.values["event"] == "steps":
+                    self.samples.append((effect.values["step"], effect.values["samples"]))
                 case WriteCheckpoint():
                     assert replica is not None
                     self.saved.append(effect.how_far)
@@ -356,6 +370,9 @@ class Run:
         assert self.stepped == list(range(first, first + len(self.stepped)))  # each counts once
         if not self.options.same_batch:
             assert self.reported == len(self.stepped) + self.repeated
+        short = self.numbering.size - self.numbering.of_batch(STEPS_PER_EPOCH - 1)
+        for steps, samples in self.samples:  # of which nobody knows here how many were smaller ones
+            assert steps * self.numbering.size - self.config.epochs * short <= samples <= steps * self.numbering.size
         self.check_tests(self.tests)
 
     def check_tests(self, tests: list[tuple[int, int]]) -> None:
@@ -365,12 +382,14 @@ class Run:
 
     @property
     def repeated(self) -> int:
-        return self.conductor._budget.repeated
+        return len(self.conductor._budget.repeated)
 
     def check_finished(self) -> None:
         self.check()
         assert self.conductor.counted == self.total
-        assert len(self.results) == 1
+        (result,) = self.results
+        assert result.measured.samples == self.config.epochs * self.numbering.samples  # each sample of every epoch
+        assert result.measured.left_out == 0
         every = self.config.eval_every
         due = {epoch for epoch in range(1, self.config.epochs + 1) if epoch % every == 0 or epoch == self.config.epochs}
         tested = {epoch for _, epoch in self.tests}
@@ -430,6 +449,7 @@ chosen = st.fixed_dictionaries(
         "eval_every": st.integers(1, 2),
         "checkpoint_every": st.integers(1, 3) | st.sampled_from(["3steps", "7steps", "0.1min"]),
         "eval_steps": st.none() | st.integers(1, 9),
+        "lacking": st.integers(0, 3),
     }
 )
 drops = st.none() | st.lists(st.booleans(), max_size=30).map(iter)
@@ -481,11 +501,12 @@ def test_every_batch_counts_once_whoever_dies_joins_freezes_hangs_or_is_preempte
     length=st.integers(0, 200),
     every=st.integers(1, 3),
     wants=st.integers(1, 7),
+    lacking=st.integers(0, 11),
 )
 def test_a_run_in_step_ends_and_names_the_one_that_is_lost(
-    name: str, seed: int, length: int, every: int, wants: int
+    name: str, seed: int, length: int, every: int, wants: int, lacking: int
 ) -> None:
-    run = Run(exchange=name, replicas=3, epochs=4, eval_every=every, wants=wants)
+    run = Run(exchange=name, replicas=3, epochs=4, eval_every=every, wants=wants, lacking=lacking)
     often: list[Kind] = ["advance"] * 60
     play(run, moves_of(seed, length, "kill", "wake", "write", *often))
     lost = set(range(3)) - set(run.there)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from shoal import zoo
 from shoal.config import TrainConfig
+from shoal.lowering import owners
 from shoal.partition import slices, whole
 from shoal.training.checkpoints.folder import CheckpointFolder, new_token
 from shoal.training.checkpoints.job_state import take_snapshot
@@ -51,9 +53,19 @@ def net(*, input: tuple[int, ...], classes: int, dtype: str = "float64", dropout
 
 
 def settings(**more: Any) -> TrainConfig:
+    """A job's settings. A plan such as `data cut` is `data` with the optimizer's state cut."""
+    plan, cut, _ = more.get("plan", "data").partition(" cut")
+    if cut:
+        more = {**more, "plan": plan, "optimizer_state": "cut"}
     common = {"model": f"{Path(__file__)}:net", "data": "synthetic", "input": (3, 8, 8), "classes": 4, "batch": 8}
     buckets = {} if more.get("plan") in ("fsdp2", "post-local-sgd") else {"bucket_bytes": 1 << 16}
     return TrainConfig(**{**common, **buckets, "threads": 1, "device": "cpu", **more})
+
+
+def prepared(config: TrainConfig, transport: Transport) -> Job:
+    """Such a job; if the optimizer's state is cut, that of parameters as small as those here too."""
+    with patch.object(owners, "LEAST_ELEMENTS", 1):
+        return prepare(config, transport)
 
 
 def trained(job: Job, steps: int = STEPS, first: int = 0) -> float:
@@ -107,7 +119,7 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> floa
 def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(difference of losses, of states) between all ranks under a plan and one device, for each kind of training."""
     config = settings(plan=plan, workers=Transport().world, label_smoothing=0.1)
-    both = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    both = prepared(config, Transport(alone=True)), prepared(config, Transport())
     first = {name: tensor.clone() for name, tensor in both[0].network.module.state_dict().items()}
     found = []
     for kind in kinds:
@@ -122,7 +134,7 @@ def beside_one_device(plan: str, kinds: list[dict[str, Any]]) -> list[tuple[floa
 def uneven_epochs(plan: str, kind: dict[str, Any]) -> tuple[float, float, list[int]]:
     """Two epochs whose last step is smaller: (difference of losses, of states) to one device, samples of each step."""
     config = settings(plan=plan, workers=Transport().world, last_batch="keep", **kind)
-    alone, together = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    alone, together = prepared(config, Transport(alone=True)), prepared(config, Transport())
     losses = [0.0, 0.0]
     for number, job in enumerate((alone, together)):
         for epoch in range(2):
@@ -140,7 +152,7 @@ def in_lower_precision(plan: str) -> dict[str, tuple[float, float]]:
     Relative to the largest change of each tensor. With two batches a step, and bytes that were predicted sent.
     """
     config = settings(plan=plan, workers=Transport().world, model_options={"dtype": "float32"})
-    both = prepare(config, Transport(alone=True)), prepare(config, Transport())
+    both = prepared(config, Transport(alone=True)), prepared(config, Transport())
     first = {name: tensor.clone() for name, tensor in both[0].network.module.state_dict().items()}
     learned: dict[str, list[dict[str, Tensor]]] = {}
     for amp in ("off", "bf16", "fp16"):
@@ -180,7 +192,7 @@ class _Double(nn.Module):
 
 def saved_after_two_steps(path: Path, plan: str, kind: dict[str, Any]) -> None:
     """A checkpoint after two steps under a plan; beside it what it must hold, and what the next three steps lead to."""
-    job = prepare(settings(**kind, plan=plan, workers=Transport().world), Transport())
+    job = prepared(settings(**kind, plan=plan, workers=Transport().world), Transport())
     trained(job, 2)
     _save(job, CheckpointFolder(path / "checkpoints"), 2)
     saved = put_together(job)
@@ -194,7 +206,7 @@ def goes_on_from_each(paths: list[Path], plan: str, kind: dict[str, Any]) -> lis
     """For each checkpoint: whether a job under this plan begins with what was saved, bit for bit; and how far its next
     three steps lead from those of the job that saved it.
     """
-    job = prepare(settings(**kind, plan=plan, workers=Transport().world), Transport())
+    job = prepared(settings(**kind, plan=plan, workers=Transport().world), Transport())
     found = []
     for path in paths:
         expected = torch.load(path / "expected.pt", mmap=True)
@@ -225,7 +237,7 @@ def _save(job: Job, folder: CheckpointFolder, steps: int) -> None:
 def goes_on(plan: str, path: Path, kind: dict[str, Any]) -> bool:
     """Whether a run that is saved and goes on in another job is the run that was never stopped, bit for bit."""
     config = settings(**kind, plan=plan, workers=Transport().world)
-    whole, stopped, resumed = (prepare(config, Transport()) for _ in range(3))
+    whole, stopped, resumed = (prepared(config, Transport()) for _ in range(3))
     trained(whole)
     trained(stopped, STEPS - 1)
     folder = CheckpointFolder(path)

@@ -23,7 +23,7 @@ NETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        ("two layers", {1: ["data"], 2: ["model"], 4: ["data", "model", "spatial", "2x2"]}),
+        ("two layers", {1: ["data"], 2: ["data cut"], 4: ["data", "model", "spatial", "2x2 cut"]}),
         *(
             pytest.param(
                 name,
@@ -43,7 +43,9 @@ def test_every_plan_goes_on_from_every_other(
         path.mkdir()
         on_ranks(workers, jobs.saved_after_two_steps, path, plan, NETS[name])
     for workers, plan in laid:
-        (found, *_) = on_ranks(workers, jobs.goes_on_from_each, paths, plan, NETS[name])
+        found = []
+        for first in range(0, len(paths), 3):  # not all at once: a case on ranks has a time-out
+            found += on_ranks(workers, jobs.goes_on_from_each, paths[first : first + 3], plan, NETS[name])[0]
         for before, (same, apart) in zip(laid, found, strict=True):
             assert same, (before, (workers, plan))
             assert apart < 1e-9, (before, (workers, plan))

@@ -18,7 +18,7 @@ from tests.cli.conftest import tiny as tiny
 from tests.conftest import RunOnRanks
 from tests.training import jobs
 
-PLANS = ["data", "model", "spatial", "2x2"]
+PLANS = ["data", "model", "spatial", "2x2", "data cut", "2x2 cut"]
 KINDS: list[dict[str, Any]] = [
     {"optimizer": "adam", "optimizer_options": {"amsgrad": True}, "clip": 0.1, "accumulate": 2, "ema": 0.9},
     {"optimizer": "adamw", "optimizer_options": {"betas": [0.8, 0.9]}},
@@ -83,8 +83,6 @@ def test_every_sample_of_uneven_epochs_is_accounted_for(
 
 
 def test_an_unequal_last_batch_is_refused_where_shares_must_be_equal() -> None:
-    with pytest.raises(ConfigError, match="last_batch = 'keep' does not go with downpour"):
-        jobs.settings(last_batch="keep", exchange="downpour", replicas=2)
     with pytest.raises(ConfigError, match="last_batch = 'keep' does not go with ddp"):
         jobs.settings(last_batch="keep", plan="ddp", workers=2)
 

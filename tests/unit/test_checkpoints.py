@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from shoal.errors import CheckpointError, MessageError, PeerError
 from shoal.files import remove_drafts
 from shoal.partition import cut
 from shoal.replicas.bundle import packed, unpacked
-from shoal.training.checkpoints.carry_over import Done, check_settings, renumbered, samples_per_number, settings_saved
+from shoal.training.checkpoints.carry_over import check_settings, renumbered, settings_saved
 from shoal.training.checkpoints.disk_file import DiskFile
 from shoal.training.checkpoints.folder import Checkpoint, CheckpointFolder, Draft
 from shoal.training.checkpoints.staging import Staging, fresh_memory, room_for
@@ -36,6 +37,7 @@ from shoal.training.checkpoints.tensor_files import (
     view_of,
     write_blocks,
 )
+from shoal.training.numbering import Done, Numbering
 from shoal.units import Period
 
 WHOLE = torch.arange(42, dtype=torch.float64).view(7, 6)
@@ -290,29 +292,48 @@ def test_ranks_hand_their_files_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 3), (4, 4), (6, 4)])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_what_is_done_is_counted_anew_without_losing_a_sample(sizes: tuple[int, int], in_order: bool) -> None:
-    """Beside sets of samples: a batch counts as done only if all its samples are, and what is not is done again."""
-    before, now = sizes
+@pytest.mark.parametrize("samples", [3, 12, 13, 17])
+def test_what_is_done_is_counted_anew_without_losing_a_sample(
+    sizes: tuple[int, int], in_order: bool, samples: int
+) -> None:
+    """Beside sets of samples: a batch counts as done only if all its samples are, and what is not is done again.
+
+    Also where the last batch of an epoch is smaller, or all there is.
+    """
+    before, now = (Numbering(size, samples) for size in sizes)
+
+    def trained(numbering: Numbering, done: Done) -> set[int]:
+        numbers = set(range(done.handed)) - set(done.again)
+        assert all(0 < numbering.of_batch(number) <= numbering.size for number in numbers)
+        return {
+            sample for number in numbers for sample in range(numbering.before(number), numbering.before(number + 1))
+        }
+
     for handed in range(13):
         for again in ((), (0,), (1, 3), (2, 5)):
             done = Done(handed, tuple(number for number in again if number < handed))
-            numbers = set(range(handed)) - set(done.again)
-            samples = {number * before + place for number in numbers for place in range(before)}
             renewed, repeated = renumbered(done, before, now, in_order=in_order)
-            batches = set(range(renewed.handed)) - set(renewed.again)
-            trained = {number * now + place for number in batches for place in range(now)}
-            assert trained <= samples, "nothing counts that was not done"
-            assert repeated == len(samples) - len(trained)
+            there, here = trained(before, done), trained(now, renewed)
+            assert here <= there, "nothing counts that was not done"
+            assert repeated == len(there) - len(here)
+            assert (before.of_done(done), now.of_done(renewed)) == (len(there), len(here))
             assert not (in_order and renewed.again)
             if not in_order and not done.again:
-                assert repeated < now
+                assert repeated < now.size
 
 
 def test_a_position_is_one_of_samples() -> None:
-    plain = TrainConfig(batch=64, accumulate=2)
-    shared = TrainConfig(batch=64, accumulate=2, replicas=4, exchange="allreduce")
-    each = TrainConfig(batch=64, accumulate=2, replicas=4, exchange="downpour")
-    assert [samples_per_number(config) for config in (plain, shared, each)] == [128, 128, 32]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"replicas": 4, "exchange": "allreduce"},
+        {"replicas": 4, "exchange": "downpour"},
+    ]
+    for last, per_epoch in (("drop", [2, 2, 8]), ("keep", [3, 3, 10])):
+        configs = [TrainConfig.parse({"batch": 64, "accumulate": 2, "last_batch": last, **kind}) for kind in kinds]
+        ways = [Numbering.of(config, 290) for config in configs]
+        assert [way.size for way in ways] == [128, 128, 32]
+        assert [way.per_epoch for way in ways] == per_epoch
+        assert {way.samples for way in ways} == {290 if last == "keep" else 256}
 
 
 def test_settings_that_the_state_depends_on_are_refused() -> None:

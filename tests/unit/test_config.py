@@ -13,11 +13,11 @@ from shoal.errors import ConfigError
 from shoal.machine import cores
 from shoal.optimizers import OPTIMIZERS
 
-SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute timeout threads "
+SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute factors timeout threads "
 FLAGS = {
     TrainConfig: SHARED
-    + "augment epochs init init_partial optimizer optimizer_options lr schedule warmup momentum weight_decay "
-    "last_batch accumulate clip label_smoothing amp ema "
+    + "augment epochs init init_partial optimizer optimizer_options optimizer_state lr schedule warmup momentum "
+    "weight_decay last_batch accumulate clip label_smoothing amp ema "
     "on replicas exchange exchange_options slow race "
     "bucket_bytes device out eval_every patience eval_steps checkpoint_every keep restarts elastic "
     "log_every tensorboard trace",
@@ -110,6 +110,7 @@ def test_yaml_reads_back_equal(epochs: int, lr: float, shape: Any, schedule: Any
         ({"optimizer": "adam", "optimizer_options": "betas=0.9"}, ["betas = 0.9", "betas=[0.9,0.999]"]),
         ({"optimizer": "rmsprop", "optimizer_options": "alpha=1"}, ["alpha = 1", "less than 1"]),
         ({"optimizer_options": "lr=1"}, ["lr is a setting of its own", "--lr"]),
+        ({"optimizer_state": "cut", "replicas": 2, "workers": 2}, ["optimizer_state = 'cut'", "allreduce"]),
         ({"optimizer_options": "nesterov=true", "momentum": 0}, ["nesterov = true", "momentum = 0", "above 0"]),
     ],
 )

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from shoal.config import TrainConfig
-from shoal.errors import ConfigError, DiedError, Loss, PeerError, RunError
+from shoal.errors import ConfigError, DiedError, Loss, NoPlaceError, PeerError, RunError
 from shoal.launching import TimeOverError
 from shoal.result import RunResult, WentOn
 from shoal.running.going_on import Attempt, go_on_by_itself, largest, on_workers
@@ -69,6 +69,36 @@ def test_it_shrinks_by_those_that_are_lost_and_grows_to_the_most(settings: Calla
         (2, 4),
         (4, 3),
     ]
+
+
+def test_it_grows_to_what_there_is_room_for_and_begins_on_fewer_where_there_is_none(
+    settings: Callable[..., TrainConfig],
+) -> None:
+    some = TimeOverError()
+    some.workers = 3
+    no_place = NoPlaceError("Ray gave no place within 2 seconds to 4 workers.", "")
+    attempts = played(settings(elastic="2:4:10"), no_place, lost(0), some, no_place, TimeOverError(), DONE)
+    assert attempts == [(4, None), (3, 10), (2, 20), (3, 20), (2, 40), (4, None)]
+    for limits in ({"elastic": "4:4"}, {"workers": 4}):
+        with pytest.raises(NoPlaceError):
+            played(settings(**limits), no_place)
+
+
+def test_what_replicas_were_replaced_for_is_no_restart_any_more(settings: Callable[..., TrainConfig]) -> None:
+    config = settings(restarts=3, replicas=2, exchange="downpour")
+    folder, given = RunFolder(config.out or Path()), []
+    folder.path.mkdir()
+
+    def train(attempt: Attempt) -> RunResult:
+        given.append(attempt.restarts)
+        if len(given) == 3:
+            return DONE
+        if len(given) == 1:
+            folder.note_replaced(1)
+        raise lost()
+
+    assert go_on_by_itself(train, config, None, Listener()) is DONE
+    assert given == [3, 1, 0]
 
 
 def test_too_few_are_left(settings: Callable[..., TrainConfig]) -> None:

@@ -42,6 +42,8 @@ PLACE_SECONDS = 20.0
 """Time that replicas, which were started together, have to come before it is decided on which hosts servers run."""
 CLOSE_SECONDS = 5.0
 """Time that threads have to end after their links were closed."""
+TELL_SECONDS = 1.0
+"""Time that those who have not asked since a failure have to come for its reason, before the coordinator is gone."""
 
 FAILED = "failed"
 """In an answer: problem and remedy of what keeps everybody from going on."""
@@ -98,6 +100,8 @@ class Member:
     """Whether it no longer needs any other replica."""
     heard: float = field(default_factory=time.monotonic)
     """When it last asked something."""
+    told: bool = False
+    """Whether it was answered why nobody can go on."""
 
     @property
     def waits(self) -> bool:
@@ -194,8 +198,10 @@ class Coordinator:
                 self._tell_updates()  # peers are not told: they speak with those that rest, too
 
     def close(self) -> None:
-        """End all links and threads."""
+        """End all links and threads. After a failure, those that come for its reason a moment later still hear it."""
         with self.changed:
+            if self.failure is not None:
+                self.changed.wait_for(self._all_told, TELL_SECONDS)
             self._closing = True
             self.answer_waiting()
             self.changed.notify_all()
@@ -226,6 +232,15 @@ class Coordinator:
             if self.failure is None and not self._closing:
                 self.failure = error if isinstance(error, ShoalError) else _bug(error)
                 self.answer_waiting()
+                self.changed.notify_all()
+
+    def _all_told(self) -> bool:
+        return all(member.told for member in self.members.values() if member.state == "active")
+
+    def _note_told(self, member: Member, answer: Mapping[str, Any]) -> None:
+        if FAILED in answer:
+            with self.changed:
+                member.told = True
                 self.changed.notify_all()
 
     def _failed(self) -> Mapping[str, Any] | None:
@@ -320,6 +335,7 @@ class Coordinator:
         answer = self._reply(member, frame)
         if answer is not None:
             self._send(member, *answer)
+            self._note_told(member, answer[0])
         return True
 
     def _send(self, member: Member, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
@@ -383,6 +399,7 @@ class Coordinator:
             else:
                 with suppress(LinkError):  # the thread that receives from this link notices too
                     asker.member.link.send(answer)
+                    self._note_told(asker.member, answer)
 
     def _may_need_others(self, member: Member) -> bool:
         return member.state == "active" and not member.done

@@ -10,11 +10,11 @@ The order of samples does not depend on how they are grouped in batches, so a po
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import TrainConfig
 from shoal.errors import CheckpointError
+from shoal.training.numbering import Done, Numbering, samples_per_number
 
 CHANGEABLE = frozenset(
     {
@@ -30,26 +30,14 @@ CHANGEABLE = frozenset(
             "log_every",
         ),
         *("out", "tensorboard", "trace"),
-        *("workers", "plan", "recompute", "race", "bucket_bytes", "timeout", "threads", "device"),
+        *("workers", "plan", "recompute", "factors", "optimizer_state", "race"),
+        *("bucket_bytes", "timeout", "threads", "device"),
         *("exchange", "exchange_options", "replicas", "slow"),
     }
 )
 """What may change when a run goes on: nothing that the state so far depends on."""
-PLACES_OF_PARTS = ("plan", "workers")
+PLACES_OF_PARTS = ("plan", "workers", "optimizer_state")
 """Settings that decide which rank holds which part."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """Which batches of a run are done, by number: all before `handed` but those that are to be done again."""
-
-    handed: int
-    again: tuple[int, ...] = ()
-
-    @property
-    def counted(self) -> int:
-        """How many."""
-        return self.handed - len(self.again)
 
 
 def settings_saved(config: TrainConfig) -> dict[str, Any]:
@@ -73,34 +61,22 @@ def check_settings(before: Mapping[str, Any], config: TrainConfig) -> None:
         )
 
 
-def samples_per_number(config: TrainConfig) -> int:
-    """Samples of one batch as a run counts them: of all replicas where they share it, else of one replica."""
-    options = config.exchange_settings()
-    batch = config.batch if options is None or options.same_batch else config.replica_batch
-    return batch * config.accumulate
-
-
-def renumbered(done: Done, before: int, now: int, *, in_order: bool) -> tuple[Done, int]:
-    """The same in batches of `now` samples where they had `before`, and how many samples are trained on again.
+def renumbered(done: Done, before: Numbering, now: Numbering, *, in_order: bool) -> tuple[Done, int]:
+    """The same in batches as they are `now`, and how many samples are trained on again.
 
     A new batch is done if all its samples are. `in_order`: whether nothing may be left out before what is done.
 
-    >>> renumbered(Done(6), 32, 64, in_order=True)
+    >>> renumbered(Done(6), Numbering(32, 640), Numbering(64, 640), in_order=True)
     (Done(handed=3, again=()), 0)
-    >>> renumbered(Done(5, (1,)), 32, 64, in_order=False)
+    >>> renumbered(Done(5, (1,)), Numbering(32, 640), Numbering(64, 640), in_order=False)
     (Done(handed=2, again=(0,)), 64)
     """
-    handed = done.handed * before // now
-    lacking = {
-        number
-        for left in done.again
-        for number in range(left * before // now, -(-(left + 1) * before // now))
-        if number < handed
-    }
+    handed = now.at(before.before(done.handed))
+    lacking = {number for left in done.again for number in before.sharing(left, now) if number < handed}
     if in_order:
         handed, lacking = min([handed, *lacking]), set()
     renewed = Done(handed, tuple(sorted(lacking)))
-    return renewed, done.counted * before - renewed.counted * now
+    return renewed, before.of_done(done) - now.of_done(renewed)
 
 
 def told(before: TrainConfig, now: TrainConfig, repeated: int, lost: Iterable[str] = ()) -> list[str]:

@@ -8,16 +8,15 @@ from shoal.data import Position
 from shoal.errors import CheckpointError
 from shoal.training.checkpoints.carry_over import (
     PLACES_OF_PARTS,
-    Done,
     check_settings,
     renumbered,
-    samples_per_number,
     told,
 )
 from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.checkpoints.job_state import put_in
 from shoal.training.checkpoints.progress import Progress
 from shoal.training.job import Job
+from shoal.training.numbering import Done, Numbering
 
 
 def read_state(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
@@ -43,16 +42,16 @@ def step_seconds(checkpoint: Checkpoint) -> list[float]:
     return seconds
 
 
-def done_before(state: Mapping[str, Any], now: TrainConfig) -> tuple[Done, int]:
+def done_before(state: Mapping[str, Any], now: TrainConfig, train_samples: int) -> tuple[Done, int]:
     """Which batches are done, as a run with the settings `now` counts them, and how many samples that repeats."""
     before, counted, again = settings_before(state), state["progress"]["steps"], state.get("again", [])
     options = now.exchange_settings()
     in_order = options is None or options.same_batch
     done = Done(counted + len(again), tuple(again))
-    sizes = samples_per_number(before), samples_per_number(now)
-    if sizes[0] == sizes[1] and not (in_order and again):
+    ways = Numbering.of(before, train_samples), Numbering.of(now, train_samples)
+    if ways[0] == ways[1] and not (in_order and again):
         return done, 0
-    return renumbered(done, *sizes, in_order=in_order)
+    return renumbered(done, *ways, in_order=in_order)
 
 
 def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
@@ -63,7 +62,7 @@ def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
     """
     state = read_state(checkpoint, job.config)
     before, network = settings_before(state), job.network
-    done, repeated = done_before(state, job.config)
+    done, repeated = done_before(state, job.config, job.loader.order.samples)
     put_in(checkpoint, state, job, batches=done.counted * job.config.accumulate)
     progress = Progress.from_dict(
         state["progress"], step_seconds(checkpoint), rank=network.rank, ranks=network.ranks, device=job.device
@@ -72,7 +71,7 @@ def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
     if not same:
         progress.sent_bytes = progress.sent_steps = 0
     if before.exchange_settings() is not None:
-        _recount(progress, done.counted, samples_per_number(before), job)
+        _recount(progress, done.counted, Numbering.of(before, job.loader.order.samples), job)
     progress.repeated += repeated
     said = told(before, job.config, repeated, state.get("own_of_replicas", ()))
     if steps := state.get("losses_lost"):
@@ -80,11 +79,11 @@ def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
     return progress, said
 
 
-def _recount(progress: Progress, steps: int, samples_before: int, job: Job) -> None:
+def _recount(progress: Progress, steps: int, before: Numbering, job: Job) -> None:
     """The same progress in steps of this job, where a run of replicas counted batches of another size."""
     progress.steps, progress.sent_bytes, progress.sent_steps = steps, 0, 0
     progress.position = Position(*divmod(steps, job.steps_per_epoch))
-    progress.tested = min(progress.tested * samples_before // samples_per_number(job.config), steps)
+    progress.tested = min(job.numbering.at(before.before(progress.tested)), steps)
     if progress.summed[0] != progress.position.step:  # the mean loss so far counts as that of so many steps
         progress.losses *= progress.position.step / max(1, progress.summed[0])
         progress.summed = [progress.position.step, 0]

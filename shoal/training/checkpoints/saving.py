@@ -145,6 +145,7 @@ def content_of_state(
         "config": settings_saved(job.config),
         "plan": json.loads(job.network.plan.to_json()),
         "ranks": job.network.ranks,
+        "train_samples": job.loader.order.samples,
         "versions": versions(),
         "progress": progress.to_dict(losses),
         **snapshot.common,
