@@ -11,7 +11,7 @@ from typing import Any
 
 import shoal
 from benchmarks.exchange_accuracy.studies import Row
-from shoal.reporting.records import RunRecord, read_run
+from shoal.reporting.records import METRICS, RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Outcome:
     sent_bytes: int = 0
     received_bytes: int = 0
     dropped: int = 0
+    pushed: Sequence[tuple[int, int]] = ()
+    """Steps until each line of metrics, and the bytes that had been sent by then."""
 
     def seconds_to(self, accuracy: float) -> float | None:
         """From the start until the first test with so much."""
@@ -128,8 +130,16 @@ def _measured(run: RunRecord) -> dict[str, Any]:
         "tests": [(test.seconds, test.accuracy) for test in run.tests],
         "staleness_mean": None if result.staleness is None else result.staleness.mean,
         "staleness_max": 0 if result.staleness is None else result.staleness.max,
+        "pushed": _pushed(run.folder / METRICS),
         **{
             count: sum(getattr(replica, count) for replica in replicas)
             for count in ("steps", "sent_bytes", "received_bytes", "dropped")
         },
     }
+
+
+def _pushed(metrics: Path) -> list[tuple[int, int]]:
+    """Of the last line that says so in each quarter of a run."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    sent = [(line["step"], line["sent_bytes"]) for line in lines if line["event"] == "steps" and "sent_bytes" in line]
+    return [sent[len(sent) * quarter // 4 - 1] for quarter in range(1, 5)] if len(sent) >= 4 else []

@@ -41,17 +41,19 @@ def _exchanges() -> list[Row]:
 
 
 def _dasgd() -> list[Row]:
-    """Ablation with a cold start (Chan & Lane 2014)."""
+    """Ablation of two and of five workers, with a cold start (Chan & Lane 2014: one to five)."""
     return [
         _alone(),
         *(
             _row(
-                f"sparse {sparse}, momentum {momentum}, decay {decay}",
+                f"{workers}: sparse {sparse}, momentum {momentum}, decay {decay}",
                 "dasgd",
-                f"servers=processes,sparse={sparse},decay={decay},momentum_at=worker",
+                f"servers=processes,sparse={sparse},decay={decay}",
+                replicas=workers,
                 more="" if momentum == "on" else "--momentum 0",
             )
-            for sparse in ("none", "sampled")
+            for workers in (2, 5)
+            for sparse in ("none", "threshold", "sampled")
             for momentum in ("off", "on")
             for decay in ("none", "exponential")
         ),

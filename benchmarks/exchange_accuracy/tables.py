@@ -10,8 +10,8 @@ Outcomes = Sequence[Outcome]
 
 TUNED_HEAD = (
     "| | tuning (rate: accuracy) | rate | accuracy, mean (seeds) | - one worker | samples/s | time to accuracy s "
-    "| staleness mean, max | MB pushed, fetched per step | dropped | diverged |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| staleness mean, max | MB pushed, fetched per step | kB pushed per step by quarters | dropped | diverged |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 UNTOLD_HEAD = (
     "| exchange, replicas | mean accuracy | all seeds | worst seed | - one worker, points | goal | | samples/s |\n"
@@ -40,11 +40,11 @@ def tuned_line(row: Row, tuning: str, rate: str, outcomes: Outcomes, base: float
     diverged = len(outcomes) - len(done)
     mean = mean_accuracy(outcomes)
     if mean is None:
-        return f"| {row.name} | {tuning} | {rate} | | | | | | | | {diverged} |"
+        return f"| {row.name} | {tuning} | {rate} | | | | | | | | | {diverged} |"
     return (
         f"| {row.name} | {tuning} | {rate} | **{mean:.4f}** ({_seeds(done)}) | {_points(mean, base)} "
         f"| {_speed(done)} | {_times_to(done, target)} | {_staleness(done)} | {_megabytes(done)} "
-        f"| {sum(outcome.dropped for outcome in done)} | {diverged} |"
+        f"| {_over_time(done)} | {sum(outcome.dropped for outcome in done)} | {diverged} |"
     )
 
 
@@ -117,3 +117,15 @@ def _megabytes(outcomes: Outcomes) -> str:
     pushed = sum(outcome.sent_bytes for outcome in outcomes)
     fetched = sum(outcome.received_bytes for outcome in outcomes)
     return f"{pushed / steps / 1e6:.3f}, {fetched / steps / 1e6:.3f}"
+
+
+def _over_time(outcomes: Outcomes) -> str:
+    """What was pushed per step in each quarter of the run, mean of the seeds; nothing where no message is sent."""
+    marks = [[(0, 0), *outcome.pushed] for outcome in outcomes if outcome.pushed and outcome.pushed[-1][1]]
+    if not marks:
+        return ""
+    quarters = [
+        statistics.fmean((mark[i + 1][1] - mark[i][1]) / max(1, mark[i + 1][0] - mark[i][0]) for mark in marks)
+        for i in range(len(marks[0]) - 1)
+    ]
+    return ", ".join(f"{quarter / 1e3:.2f}" for quarter in quarters)

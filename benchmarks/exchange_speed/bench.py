@@ -12,6 +12,8 @@ one replica while the other rests: what one worker has.
 exchange lets it (asynchronous: each works until the other has done its part of the common number of steps). Exchanges
 that wait for it are left out unless named by `--only`.
 `--at-once 4`: sides run in groups of four, each with a ceiling of its own, where memory or ports are short.
+`--floor`: DDP, and two replicas that exchange one number after every step, take turns too: what any exchange that waits
+in every step has to pay.
 `--before CHECKOUT`: the same exchanges of an older Shoal, such as a `git worktree`, take turns with the rest.
 """
 
@@ -27,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from benchmarks.common.before import import_before
@@ -59,6 +63,7 @@ SERVER_COPIES = 6
 """Weights, momentum and sum, and what arrives from two replicas."""
 PROCESS_BYTES = 300_000_000
 CEILING, NULL, ALONE = "none", "none again", "alone"
+DDP, MEETING = "ddp", "one number after every step"
 HEAD = (
     "| side | steps/s | share of the ceiling | quartiles | goal | over one worker | staleness "
     "| MB each way per step |\n"
@@ -97,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="per replica and turn")
     parser.add_argument("--slow", type=float, default=1.0)
     parser.add_argument("--without-alone", action="store_true", help="leave one worker's own speed out, to save time")
+    parser.add_argument("--floor", action="store_true", help="DDP, and replicas that only meet, take turns too")
     parser.add_argument("--sides", choices=ON_ONE_HOST, default="all", help="which of those on one host")
     parser.add_argument("--servers", default="", help="sync and downpour by so many servers in their place, as 1,2,4")
     parser.add_argument("--only", default="", help="names of sides, with semicolons between; all unless given")
@@ -181,6 +187,8 @@ class Bench:
         entrants = {CEILING: Entrant(free, self._steps), NULL: Entrant(free, self._steps)}
         if not self._args.without_alone:
             entrants[ALONE] = Entrant(self._by_the_first, self._steps)
+        if self._args.floor:
+            entrants[DDP], entrants[MEETING] = self._ddp(), self._meeting()
         for name, side in sides.items():
             entrants[name] = self._exchanging(side)
         yield entrants
@@ -195,9 +203,22 @@ class Bench:
         both = self._both(trained, exchange.step, steps, free=not side.waits_for_all)
         return Entrant(turn_of(both, exchange), steps, side, exchange)
 
-    def _trained(self) -> Trained:
+    def _ddp(self) -> Entrant:
+        trained = self._trained(DistributedDataParallel)
+        return Entrant(self._both(trained, trained.optimizer.step, self._steps, free=False), self._steps)
+
+    def _meeting(self) -> Entrant:
+        trained, number = self._trained(), torch.zeros(1)
+
+        def step() -> None:
+            trained.optimizer.step()
+            dist.all_reduce(number)
+
+        return Entrant(self._both(trained, step, self._steps, free=False), self._steps)
+
+    def _trained(self, wrapped: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trained:
         torch.manual_seed(0)
-        model = shoal.zoo.build(self._args.model, input=self._shape, classes=self._classes).train()
+        model = wrapped(shoal.zoo.build(self._args.model, input=self._shape, classes=self._classes).train())
         return Trained(model, self._x, self._y, slow=self._args.slow if dist.get_rank() == 1 else 1.0)
 
     def _by_the_first(self) -> None:

@@ -11,8 +11,9 @@ goes on with `--resume` to the end of the next epoch. What must follow:
     counted   samples in the result, and those left out at the ends of epochs, are epochs times the data set; none twice
     nothing   no process and no shared memory of the run is left, all files are whole
 
-Prints for each run, in seconds from a kill, when it was noticed and when the next step was counted: the longest of the
-three workers, the conductor, the server.
+Prints for each run, in seconds from a kill, when it was noticed, when the next step was counted and, of a replica that
+the others went on without, when another had joined in its place: the longest of the three workers, the conductor, the
+server.
 """
 
 import argparse
@@ -55,6 +56,8 @@ class Seconds:
 
     notice: float
     go_on: float
+    joined: float | None = None
+    """Until another replica had taken the place of one that the others went on without."""
 
 
 @dataclass
@@ -69,13 +72,15 @@ class Score:
         """Of the table."""
         cells = [self._cell(victim) for victim in ("worker", "conductor", "server")]
         what = "; ".join(self.wrong) or "all well"
-        return f"{name:12}" + "".join(f"{cell:>16}" for cell in cells) + f"{self.samples:>9,}  {what}"
+        return f"{name:12}" + "".join(f"{cell:>18}" for cell in cells) + f"{self.samples:>9,}  {what}"
 
     def _cell(self, victim: str) -> str:
         found = self.kills.get(victim)
         if not found:
             return "-"
-        return f"{max(one.notice for one in found):.1f}, {max(one.go_on for one in found):.1f}"
+        whole = f"{max(one.notice for one in found):.1f}, {max(one.go_on for one in found):.1f}"
+        joined = [one.joined for one in found if one.joined is not None]
+        return f"{whole}, {max(joined):.1f}" if joined else whole
 
 
 class Struck(Run):
@@ -128,7 +133,7 @@ def _strike(run: Struck, victim: str, draw: random.Random, score: Score) -> None
         return
     if not alive:
         return
-    lost = len(run.lines("lost"))
+    lost, came = len(run.lines("lost")), len(run.lines("joined"))
     times = len(RunFolder(run.out).went_on)
     time.sleep(draw.random() * 0.5)
     struck, process = time.time(), draw.choice(alive)
@@ -139,7 +144,11 @@ def _strike(run: Struck, victim: str, draw: random.Random, score: Score) -> None
     if victim == "worker" and run.mode.survives:
         noticed = run.wait_until(lambda: len(run.lines("lost")) > lost, GO_ON_SECONDS)
         went_on = run.wait_for_batches(3, GO_ON_SECONDS)
-        seconds = None if noticed is None or went_on is None else Seconds(noticed, noticed + went_on)
+        joined = run.wait_until(lambda: len(run.lines("joined")) > came, GO_ON_SECONDS)
+        if noticed is None or went_on is None or joined is None:
+            seconds = None
+        else:
+            seconds = Seconds(noticed, noticed + went_on, noticed + went_on + joined)
     else:
         seconds = _after_restart(run, times, struck)
     if seconds is None:
@@ -210,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="runs with this in their name")
     args = parser.parse_args(arguments)
     failed = 0
-    print(f"{'run':12}{'worker':>16}{'conductor':>16}{'server':>16}{'samples':>9}", flush=True)
+    print(f"{'run':12}{'worker':>18}{'conductor':>18}{'server':>18}{'samples':>9}", flush=True)
     for number, (name, mode) in enumerate(RUNS.items()):
         if args.only in name:
             score = struck(mode, random.Random(1000 * args.seed + number))

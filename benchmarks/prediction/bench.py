@@ -4,8 +4,9 @@
 
 The profile is measured first, by the same ranks (`--known` takes it from the cache instead); the search predicts every
 fixed plan and the best it found; then all of them and DDP take turns. `auto` is what the race would choose: the fastest
-of the search's optima as measured here. The machine's speed changes within minutes, so the factor by which kernels take
-longer in a real step than alone is taken again among the turns: from steps of `data` in which ranks exchange nothing.
+of the search's optima as measured here. The machine's speed changes within minutes, so the factors by which kernels
+take longer in a real step than alone are taken again among the turns: from steps of `data` in which ranks exchange
+nothing. No factor is taken from the plans that are predicted.
 "error" is (predicted - measured) / measured. Batch norm is `local`, as DDP's.
 """
 
@@ -25,10 +26,11 @@ import shoal
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.bench import ddp, step_of
+from shoal.diary import now
 from shoal.execution.laying import capture_modes, lay
-from shoal.finding.auto import RACED, cost_model, in_situ_factor, measured_speeds
+from shoal.finding.auto import RACED, cost_model, in_step_of, measured_speeds
+from shoal.finding.race import Steps
 from shoal.graph import fingerprint
-from shoal.plan import Plan
 from shoal.planning.find import find
 from shoal.planning.price import Price, price
 from shoal.profiling.measured import Measured
@@ -77,20 +79,18 @@ def main() -> None:
     x, y = torch.randn(share, 3, pixels, pixels), torch.randint(0, classes, (share,))
     sides: dict[str, Step] = {"ddp": step_of(ddp(deepcopy(plain)), x, y)} if transport.world > 1 else {}
     for name, one in prices.items():
-        plan = Plan(name=name, ranks=transport.world, layers=tuple(one.cuts.items()))
-        laid = lay(captured, plan, transport, batch_norm="local", seed=0, bucket_bytes=bucket)
+        laid = lay(captured, one.plan(name), transport, batch_norm="local", seed=0, bucket_bytes=bucket)
         sides[name] = _with_loss(laid, x, y)
-    quiet = _with_loss(
-        lay(captured, "data", transport, batch_norm="local", seed=0, bucket_bytes=bucket), x, y, sync=False
-    )
+    laid = lay(captured, "data", transport, batch_norm="local", seed=0, bucket_bytes=bucket, factors="never")
+    steps = Steps()
+    quiet = _noting(_with_loss(laid, x, y, sync=False, note=transport), transport, steps)
     measured = take_turns({**sides, "quiet": quiet}, rounds=args.rounds)
-    taken = statistics.median(measured.seconds["quiet"])
-    factor = in_situ_factor(captured, timings, transport.world, taken)
-    timings = replace(timings, in_situ={fingerprint(captured.graphs[True]): factor})
+    seen = in_step_of(captured, transport, timings, [("data", steps.noted())])
+    timings = replace(timings, in_step={fingerprint(captured.graphs[True]): seen})
     model = cost_model(
         captured, Measured(timings), transport.world, io="share", batch_norm="local", bucket_bytes=bucket
     )
-    prices = {name: price(model, one.cuts, name) for name, one in prices.items()}
+    prices = {name: price(replace(model, factors=one.factors), one.cuts, name) for name, one in prices.items()}
     if transport.rank == 0:
         where = args.link if transport.world > 1 else "alone"
         print(f"{args.model} {pixels}x{pixels}, batch {batch}, {transport.world} ranks, {where}, {args.rounds} rounds")
@@ -113,26 +113,51 @@ def main() -> None:
             )
         links = [level.model_dump(exclude={"source"}) for level in timings.cluster.levels]
         print(f"links {links}")
+        kinds = {name: shown for name, shown in seen.factors.items() if "(" not in name}
+        print("times alone: " + ", ".join(f"{name} {factor:.2f}" for name, factor in sorted(kinds.items())))
         print(
-            f"in a real step kernels take {factor:.3f} times what they take alone; "
-            f"per layer {timings.layer_overhead * 1e6:.0f} us, per step {timings.step_overhead * 1e3:.2f} ms, update "
-            f"{timings.update_per_byte * 1e9:.3f} ns/B, copy {timings.copy_per_byte * 1e9:.3f} ns/B, "
+            f"per layer {timings.layer_overhead * 1e6:.0f} us, per step {model.speeds.step_overhead * 1e3:.2f} ms, "
+            f"update {model.speeds.update_per_byte * 1e9:.3f} ns/B, copy {timings.copy_per_byte * 1e9:.3f} ns/B, "
             f"{len(timings.kernels)} kernels, tables {found.table_seconds:.2f} s, search {found.search_seconds:.2f} s"
         )
         print(f"torch {torch.__version__}, {platform.platform()}, {timings.date}")
     dist.destroy_process_group()
 
 
-def _with_loss(model: shoal.ParallelModule, x: torch.Tensor, y: torch.Tensor, *, sync: bool = True) -> Step:
+def _with_loss(
+    model: shoal.ParallelModule, x: torch.Tensor, y: torch.Tensor, *, sync: bool = True, note: Transport | None = None
+) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
 
     def step() -> None:
         optimizer.zero_grad()
         with nullcontext() if sync else model.no_sync():
             torch.autograd.backward(model(x, y))
+        begun = now()
         optimizer.step()
+        if note is not None and note.diary is not None:
+            note.diary.note("update", "", begun)
 
     return step
+
+
+def _noting(step: Step, transport: Transport, steps: Steps, *, warm_up: int = 2) -> Step:
+    """The same, every layer of it noted; not of the first steps, which make buffers and optimizer state."""
+    ran = 0
+
+    def noting() -> None:
+        nonlocal ran
+        ran += 1
+        if ran <= warm_up:
+            step()
+            return
+        transport.diary = steps.diary
+        steps.diary.begin_step(ran)
+        steps.begun[ran] = now()
+        step()
+        transport.diary = None
+
+    return noting
 
 
 if __name__ == "__main__":

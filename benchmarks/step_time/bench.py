@@ -4,9 +4,10 @@
 
 Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
 tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans
-marked `/local` use batch_norm="local", which is what DDP computes; "ddp+syncbn" is DDP with a synchronised batch norm
-of the plain kind (one sum of two numbers per channel each way). With `--before CHECKOUT` the same plans of an older
-Shoal take turns with the rest.
+marked `/local` use batch_norm="local", which is what DDP computes; those marked `/factors` and `/sums` always and never
+let factors travel in the place of gradients of linear layers, which else is chosen; "ddp+syncbn" is DDP with a
+synchronised batch norm of the plain kind (one sum of two numbers per channel each way). With `--before CHECKOUT` the
+same plans of an older Shoal take turns with the rest.
 """
 
 import argparse
@@ -33,6 +34,9 @@ from benchmarks.step_time.sync_batch_norm import with_plain_sync
 
 SIZES = {"alexnet": (224, 32, 1000), "vgg16": (64, 16, 1000), "resnet18": (64, 32, 1000)}
 """Pixels, samples of the global batch, classes."""
+
+MARKS = {"local": {"batch_norm": "local"}, "factors": {"factors": "always"}, "sums": {"factors": "never"}}
+"""Options of `parallelize` by how plans are marked."""
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor, *, fused: bool = True) -> Step:
@@ -66,7 +70,8 @@ def main() -> None:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="alexnet")
-    parser.add_argument("--plans", default="data", help="such as data,owt,data/local")
+    parser.add_argument("--batch", type=int, help="samples of the global batch; what the model has unless given")
+    parser.add_argument("--plans", default="data", help="such as data,owt,data/local,data/factors,data/sums")
     parser.add_argument("--others", default="ddp again,fsdp2", help="beside ddp: ddp again, fsdp2, ddp+syncbn")
     parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
     parser.add_argument("--rounds", type=int, default=30)
@@ -77,6 +82,7 @@ def main() -> None:
         return
     become_rank()
     pixels, batch, classes = SIZES[args.model]
+    batch = args.batch or batch
     torch.manual_seed(0)
     plain = shoal.zoo.build(args.model, input=(3, pixels, pixels), classes=classes).train()
     torch.manual_seed(1 + dist.get_rank())
@@ -96,10 +102,9 @@ def main() -> None:
     laid = {}
     packages = {"shoal": shoal, **({"before": import_before(args.before)} if args.before else {})}
     for package, plan in product(packages, args.plans.split(",")):
-        name, _, statistics = plan.partition("/")
-        model = packages[package].parallelize(
-            deepcopy(plain), (batch, 3, pixels, pixels), name, batch_norm="local" if statistics else "exact"
-        )
+        name, *marks = plan.split("/")
+        options = {key: value for mark in marks for key, value in MARKS[mark].items()}
+        model = packages[package].parallelize(deepcopy(plain), (batch, 3, pixels, pixels), name, **options)
         laid[f"{package} {plan}"] = model
         sides[f"{package} {plan}"] = step_of(model, x, y)
     measured = take_turns(sides, rounds=args.rounds)
