@@ -82,6 +82,7 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal export runs/NAME network.pt2": Run(),
     "shoal verify --model resnet18 --workers 2 --plan spatial": Run(),
     "shoal plan --model vgg16 --workers 4 --cluster p100-4x4": Run(),
+    "shoal plan --model vgg16 --workers 16 --cluster p100-4x4 --batch 4": Run(),
     "shoal compare --plans data,auto,ddp --data digits": Run(
         instead="shoal compare --plans data,auto,ddp --data digits --epochs 1 --rounds 2"
     ),
@@ -287,6 +288,9 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal train --model resnet18 --data folder:photos --input 3,32,32 --workers 2": Run(),
     "shoal train --model lenet5 --data folder:photos --input 3,32,32 --workers 2 --plan auto": Run(),
     "shoal train --optimizer adamw --lr 0.002 --optimizer-options betas=[0.9,0.95],eps=1e-6": Run(),
+    "shoal train --workers 2 --optimizer adam --optimizer-state cut": Run(
+        instead="shoal train --workers 2 --optimizer adam --optimizer-state cut --data synthetic:64 --epochs 1"
+    ),
     "shoal train --init runs/first/model.safetensors": Run(
         instead="shoal train --init runs/first/model.safetensors --epochs 1", before=(FIRST,)
     ),
