@@ -139,21 +139,27 @@ class Run:
         settings += ["--epochs", "100000", "--eval-every", every, "--checkpoint-every", every]
         return [*settings, "--threads", "1", "--timeout", "60"]
 
-    def begin(self) -> bool:
-        """Wait until all replicas train: one that is stopped before it came would not be missed."""
+    def begin(self) -> str | None:
+        """Wait until all replicas train: one that is stopped before it came would not be missed. Why they do not."""
         everybody = list(range(self.mode.replicas))
         if self.wait_until(lambda: self.active() == everybody, START_SECONDS) is None:
-            return False
+            return f"not all replicas trained within {START_SECONDS:g} s, but {self.active()}"
         if self.wait_for_batches(5, START_SECONDS) is None:
-            return False
+            return f"no 5 more batches were counted within {START_SECONDS:g} s"
         with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            self.family.update(family)
-            ranks = [child for child in family if child.name().startswith("shoal rank")]
-            self.ranks = sorted(ranks, key=lambda child: int(child.name().rpartition(" ")[2]))
+            self.family.update(psutil.Process(self.process.pid).children(recursive=True))
+        ranks = {}
+        for child in self.family:
+            with suppress(psutil.NoSuchProcess):  # a helper of a moment, such as one that asks the system something
+                name, _, number = child.name().rpartition(" ")
+                if name == "shoal rank":
+                    ranks[int(number)] = child
+        self.ranks = [ranks[number] for number in sorted(ranks)]
         shared = json.loads((self.out / "meeting.json").read_text())["shared"]
         self.shared = None if shared is None else Path(shared)
-        return len(self.ranks) == self.mode.replicas * self.mode.ranks
+        if len(self.ranks) != self.mode.replicas * self.mode.ranks:
+            return f"of its ranks there are {sorted(ranks)}"
+        return None
 
     def replicas(self) -> list[int]:
         """Those of which every process lives."""
@@ -246,8 +252,9 @@ def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score,
         run = Run(Path(folder), MODES[mode], saving=saving)
         score.runs += 1
         try:
-            if not run.begin():
-                score.wrong.append(f"did not begin: {run.said()[-200:]}")
+            if (why := run.begin()) is not None:
+                told = [f"{line['step']}: {line['event']} {line['replica']}" for line in run.lines(*HAPPENINGS)[-10:]]
+                score.wrong.append(f"did not begin: {why}; {', '.join(told)}; {run.said()[-200:]}")
                 score.unbegun += 1
                 return
             for _ in range(stops):

@@ -194,8 +194,8 @@ def struck(mode: Mode, draw: random.Random) -> Score:
         folder = Path(name)
         run = Struck(folder, mode, saving=False)
         try:
-            if not run.begin():
-                score.wrong.append(f"did not begin: {run.said()[-300:]}")
+            if (why := run.begin()) is not None:
+                score.wrong.append(f"did not begin: {why}; {run.said()[-300:]}")
                 return score
             for victim in VICTIMS:
                 _strike(run, victim, draw, score)

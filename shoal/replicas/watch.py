@@ -43,6 +43,8 @@ class Watch:
         """How many steps each replica was last told to take before it asks again."""
         self._disturbed: set[int] = set()
         """Replicas whose next report is of a time in which they, or a server, were frozen."""
+        self._doubted: set[int] = set()
+        """Replicas whose next report is of a time in which they were suspected to hang."""
         self._waited: Set[int] = frozenset()
         """Replicas that waited for others when this was last looked at."""
         self._looked = float("-inf")
@@ -58,7 +60,7 @@ class Watch:
             self._joined[replica] = now
         if what == "frozen":
             self._frozen[replica] = now
-            self._disturbed.add(replica)
+            (self._doubted if replica in self.suspected else self._disturbed).add(replica)
         elif what == "back" and replica in self._heard:
             self._heard[replica] = now
         elif what in ("lost", "left"):
@@ -94,11 +96,17 @@ class Watch:
         self._at_once[replica] = steps
 
     def note(self, replica: int, seconds: float) -> None:
-        """A replica reports steps; `seconds`: the slowest of them, without what it waited for others."""
-        if replica in self._disturbed:
-            self._disturbed.discard(replica)
-        else:
+        """A replica reports steps; `seconds`: the slowest of them, without what it waited for others.
+
+        Of a time in which the replica was frozen they say nothing. After one in which it was suspected it was slow, and
+        may be again: it is given twice as long, or a host that became slow would be suspected in every step from then.
+        """
+        if replica not in self._disturbed:
+            if replica in self._doubted:
+                seconds *= 2 * self._at_once.get(replica, 1) / self._steps(replica)
             self._slowest[replica] = max(seconds, FORGETS * self._slowest.get(replica, 0.0))
+        self._disturbed.discard(replica)
+        self._doubted.discard(replica)
 
     def look(
         self, now: float, heard: Mapping[int, float], waiting: Set[int], longer: Mapping[int, float]
@@ -148,8 +156,11 @@ class Watch:
         """Seconds that a replica may be silent. It may wait for another, so the slowest of all counts."""
         if waits or replica not in self._slowest:
             return self._timeout
-        steps = PATIENCE + self._at_once.get(replica, 1) - 1
-        return max(self._heartbeat, steps * max(self._slowest.values()))
+        return max(self._heartbeat, self._steps(replica) * max(self._slowest.values()))
+
+    def _steps(self, replica: int) -> float:
+        """How many times the slowest step it may be silent."""
+        return PATIENCE + self._at_once.get(replica, 1) - 1
 
     def _restart(self, now: float) -> None:
         self._heard = dict.fromkeys(self._heard, now)

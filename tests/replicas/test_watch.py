@@ -59,3 +59,31 @@ def test_time_in_which_a_replica_is_not_waited_for_does_not_count(waiting: set[i
     assert watch.look(5.0, {}, set(), {}) == (None, [])
     assert watch.look(5.75, {}, set(), {}) == (None, [])
     assert watch.look(6.25, {}, set(), {}) == (0, [])
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_a_host_that_became_slow_is_suspected_once_and_not_in_every_step(at_once: int) -> None:
+    watch = two_that_train({0: 0.0, 1: 0.0})
+    watch.order(1, at_once)
+    now, suspicions = 0.0, 0
+    for _ in range(10):  # steps of replica 1 take 1.5 heartbeats from here on
+        for _ in range(6 * at_once):
+            now += HEARTBEAT / 4
+            watch.hear(0, now)
+            suspect, _ = watch.look(now, {}, set(), {})
+            if suspect is not None:
+                suspicions += 1
+                watch.happened("frozen", suspect, now)
+        if watch.hear(1, now):
+            watch.happened("back", 1, now)
+        watch.note(1, 1.5 * HEARTBEAT)
+    assert suspicions == 1
+
+
+def test_a_replica_that_was_frozen_has_no_longer_time_after_it() -> None:
+    watch = two_that_train({0: 0.0, 1: 0.0})
+    watch.happened("frozen", 1, 0.0)
+    watch.happened("back", 1, 0.0)
+    watch.note(1, 10.0)
+    watch.hear(0, 0.5)
+    assert first_suspect(watch, set(), 10.0) == (1, 1.25)
