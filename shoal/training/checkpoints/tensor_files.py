@@ -7,7 +7,6 @@ keeps all other threads of the process waiting; they are read with it.
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +20,11 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.partition import Box, Span, overlap, slices, volume, whole
 from shoal.training.checkpoints.disk_file import PAGE, DiskFile
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # a processor for which there is none
+    from zlib import crc32
 
 PLACES = "shoal.places"
 """The key of a file's metadata under which the places of its parts stand."""
@@ -93,7 +97,8 @@ class Digest(Protocol):
 class Crc32:
     """CRC-32, as of zip files: finds what disks and file systems do, and is no proof against somebody who deceives.
 
-    Costs less than half of SHA-256, which took a processor from training for longer than all else of a checkpoint.
+    Costs an eighth of SHA-256, which took a processor from training for longer than all else of a checkpoint; half of
+    it where there is no ISA-L, which sums the same in a quarter of zlib's time.
     """
 
     def __init__(self) -> None:
@@ -101,7 +106,7 @@ class Crc32:
 
     def update(self, block: bytes | memoryview, /) -> None:
         """Add what comes next in the file."""
-        self._value = zlib.crc32(block, self._value)
+        self._value = crc32(block, self._value)
 
     def hexdigest(self) -> str:
         """Of all that was added."""
