@@ -98,10 +98,13 @@ class Struck(Run):
         settings[settings.index("--checkpoint-every") + 1] = "50steps"
         return [*settings, "--restarts", "20", "--schedule", "constant"]
 
-    def begin(self) -> bool:
-        """Wait until it trains and has a checkpoint."""
-        trains = self.wait_until(lambda: self.counted() > 50, 2 * START_SECONDS) is not None
-        return trains and self.wait_until(lambda: RunFolder(self.out).can_go_on, START_SECONDS) is not None
+    def begin(self) -> str | None:
+        """Wait until it trains and has a checkpoint. Why it does not."""
+        if self.wait_until(lambda: self.counted() > 50, 2 * START_SECONDS) is None:
+            return f"only {self.counted()} batches were counted within {2 * START_SECONDS:g} s"
+        if self.wait_until(lambda: RunFolder(self.out).can_go_on, START_SECONDS) is None:
+            return f"no checkpoint within another {START_SECONDS:g} s"
+        return None
 
     def processes(self, victim: str) -> list[psutil.Process]:
         """Those of this kind that live."""

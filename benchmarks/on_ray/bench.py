@@ -29,6 +29,8 @@ SAMPLES = 3968
 AWAY_SECONDS = 5.0
 """That a lost node stays away."""
 NEEDS_ONE_HOST = ("hogwild",)
+Strike = Literal["actor", "rank", "node"]
+"""What a run loses; torchrun has no actors, and Ray no ranks of its own."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Case:
 
     name: str
     options: tuple[str, ...]
-    strike: Literal["actor", "node"] | None = None
+    strike: Strike | None = None
     epochs: int | None = None
     """Where it must last for a strike and what follows."""
 
