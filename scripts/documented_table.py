@@ -82,6 +82,7 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal export runs/NAME network.pt2": Run(),
     "shoal verify --model resnet18 --workers 2 --plan spatial": Run(),
     "shoal plan --model vgg16 --workers 4 --cluster p100-4x4": Run(),
+    'shoal plan --model vgg16 --workers 2 --cluster titan-4 --pin "*=n2" --optimizer adam --optimizer-state cut': Run(),
     "shoal plan --model vgg16 --workers 16 --cluster p100-4x4 --batch 4": Run(),
     "shoal compare --plans data,auto,ddp --data digits": Run(
         instead="shoal compare --plans data,auto,ddp --data digits --epochs 1 --rounds 2"

@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from shoal.errors import ConfigError, suggestion
 from shoal.exchanges import EXCHANGES, ExchangeOptions, Rates, parse_exchange
 from shoal.machine import cores
-from shoal.optimizers import OptimizerName, OptimizerOptions, Sgd, parse_optimizer
+from shoal.optimizers import OPTIMIZERS, OptimizerName, OptimizerOptions, Sgd, parse_optimizer
 from shoal.units import Period, WorkerRange, parse_quantity
 
 Schedule = Literal["cosine", "step", "constant"]
@@ -348,6 +348,11 @@ class TrainConfig(Settings):
         """The optimizer's own options, checked."""
         return parse_optimizer(self.optimizer, self.optimizer_options)
 
+    @property
+    def optimizer_slots(self) -> int:
+        """Tensors that the optimizer remembers of each parameter."""
+        return self.optimizer_settings().slots(self.momentum)
+
     def _decide_rates(self) -> None:
         """Rate, momentum and weight decay that are usual for the optimizer, where they were not given."""
         options = self.optimizer_settings()
@@ -645,6 +650,10 @@ class PlanConfig(ProfileConfig):
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     factors: str = "auto"
     """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
+    optimizer: OptimizerName = "sgd"
+    """What will train: adam and adamw remember two tensors of each parameter, the others one."""
+    optimizer_state: Literal["whole", "cut"] = "whole"
+    """What the optimizer remembers of a parameter that workers have copies of: all on each, or each a part of it."""
     race: bool = True
     """Run the best few plans and the fixed strategies for some real steps, and keep the fastest."""
 
@@ -653,6 +662,12 @@ class PlanConfig(ProfileConfig):
         """What no field can see alone."""
         _check_one_source(self.cluster, self.timings)
         return self
+
+    @property
+    def optimizer_slots(self) -> int:
+        """Tensors that the optimizer remembers of each parameter, with its usual options."""
+        kind = OPTIMIZERS[self.optimizer]
+        return kind().slots(kind.momentum or 0.0)
 
     @property
     def pins(self) -> dict[str, str]:

@@ -26,6 +26,10 @@ class OptimizerOptions(BaseModel):
     """None: it has none of this name."""
     weight_decay: ClassVar[float] = 0.0
 
+    def slots(self, momentum: float) -> int:
+        """Tensors that it remembers of each parameter, of the parameter's size."""
+        return int(momentum > 0)
+
 
 class Sgd(OptimizerOptions):
     """Of torch.optim.SGD."""
@@ -45,6 +49,10 @@ class Adam(OptimizerOptions):
     eps: float = Field(default=1e-8, ge=0)
     amsgrad: bool = False
 
+    def slots(self, momentum: float) -> int:  # noqa: ARG002  (it has two moments of its own)
+        """Two moments, and the largest second one."""
+        return 2 + self.amsgrad
+
 
 class AdamW(Adam):
     """Of torch.optim.AdamW, whose weight decay is no part of the gradient."""
@@ -62,6 +70,10 @@ class RMSprop(OptimizerOptions):
     eps: float = Field(default=1e-8, ge=0)
     centered: bool = False
 
+    def slots(self, momentum: float) -> int:
+        """Mean square, mean, and momentum."""
+        return 1 + self.centered + super().slots(momentum)
+
 
 class Adagrad(OptimizerOptions):
     """Of torch.optim.Adagrad."""
@@ -71,6 +83,10 @@ class Adagrad(OptimizerOptions):
     lr_decay: float = Field(default=0.0, ge=0)
     initial_accumulator_value: float = Field(default=0.0, ge=0)
     eps: float = Field(default=1e-10, ge=0)
+
+    def slots(self, momentum: float) -> int:  # noqa: ARG002  (it has none)
+        """The sum of squares."""
+        return 1
 
 
 OPTIMIZERS: Mapping[OptimizerName, type[OptimizerOptions]] = {

@@ -82,7 +82,10 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
 
     def on(ranks: int) -> CostModel:
         some = Analytic(cluster.first(ranks)) if isinstance(speeds, Analytic) else speeds
-        return cost_model(captured, some, ranks, batch_norm=config.batch_norm, factors=factors)
+        return cost_model(
+            captured, some, ranks, batch_norm=config.batch_norm, factors=factors,
+            optimizer_slots=config.optimizer_slots, optimizer_state=config.optimizer_state,
+        )  # fmt: skip
 
     memory = config.memory or (cluster.device.memory if isinstance(speeds, Analytic) else None)
     if asked is None and isinstance(speeds, Analytic):
@@ -129,10 +132,14 @@ def _choose(config: PlanConfig, progress: OnMeasured) -> Report:
     tell, factors = progress if transport.rank == 0 else _silent, factors_option(config.factors)
     chosen = choose_plan(
         captured, transport, batch_norm=config.batch_norm, memory=config.memory, pins=pins, racing=config.race,
-        fresh=config.fresh, factors=factors, progress=tell,
+        fresh=config.fresh, factors=factors, optimizer_slots=config.optimizer_slots,
+        optimizer_state=config.optimizer_state, progress=tell,
     )  # fmt: skip
     timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
-    model = cost_model(captured, Measured(timings), transport.world, batch_norm=config.batch_norm, factors=factors)
+    model = cost_model(
+        captured, Measured(timings), transport.world, batch_norm=config.batch_norm, factors=factors,
+        optimizer_slots=config.optimizer_slots, optimizer_state=config.optimizer_state,
+    )  # fmt: skip
     report: Report | None = None
     if transport.rank == 0:
         search = chosen.search or find(model, pins=pins, memory=config.memory)

@@ -104,12 +104,15 @@ def find_plan(
     pins: Mapping[str, str | Cut] | None = None,
     io: IO = "tile",
     factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
+    optimizer_slots: int = 1,
+    optimizer_state: OptimizerState = "whole",
 ) -> SearchResult:
     """The best plan for `ranks` devices of a described cluster, from its data sheet: nothing is measured or started.
 
     Without `ranks` their number is a choice: the plan is for as many of the cluster's as make the step shortest.
 
-    `example`, `loss`, `target` and `factors` are as for `parallelize`.
+    `example`, `loss`, `target`, `factors` and `optimizer_state` are as for `parallelize`; `optimizer_slots`: tensors
+    that the optimizer remembers of each parameter, 2 of Adam.
 
     `memory`: bytes that a rank may hold at most; the device's own unless given.
 
@@ -128,6 +131,8 @@ def find_plan(
             io=io,
             batch_norm=batch_norm,
             factors=factors_option(factors),
+            optimizer_slots=optimizer_slots,
+            optimizer_state=optimizer_state,
         )
 
     if ranks is None:
@@ -225,10 +230,12 @@ def choose_plan(
     fresh: bool = False,
     factors: FactorsOption = "auto",
     optimizer_slots: int = 1,
+    optimizer_state: OptimizerState = "whole",
     progress: OnMeasured = lambda *_: None,
 ) -> Chosen:
     """The plan to train this network with on these ranks. A collective; minutes the first time.
 
+    `optimizer_slots`: tensors that the optimizer remembers of each parameter, whole or cut as `optimizer_state` says.
     `racing`: run the best few and the fixed strategies for some real steps and keep the fastest; `fresh`: forget what
     was measured and found before. A pin that matches no layer and a memory that no plan keeps to are a `PlanError` on
     all ranks.
@@ -237,6 +244,7 @@ def choose_plan(
     key = cache.fingerprint(
         machine, fingerprint(captured.graphs[True]), transport.world, io,
         batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes, factors,
+        optimizer_slots, optimizer_state,
     )  # fmt: skip
     before = cache.load_choice(key) if transport.rank == 0 and not fresh else None
     before = transport.gather_objects(before)[0]
@@ -250,7 +258,8 @@ def choose_plan(
     def by(timings: Timings) -> CostModel:
         return cost_model(
             captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
-            optimizer_slots=optimizer_slots, bucket_bytes=bucket_bytes, factors=factors,
+            optimizer_slots=optimizer_slots, optimizer_state=optimizer_state,
+            bucket_bytes=bucket_bytes, factors=factors,
         )  # fmt: skip
 
     def searched(timings: Timings) -> SearchResult:
@@ -259,7 +268,10 @@ def choose_plan(
         return first
 
     def run(plans: Mapping[str, Plan]) -> tuple[list[Finish], dict[str, Noted]]:
-        return race(plans, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes, progress=progress)
+        return race(
+            plans, captured, transport, batch_norm=batch_norm, bucket_bytes=bucket_bytes,
+            optimizer_state=optimizer_state, progress=progress,
+        )  # fmt: skip
 
     search = searched(timings)
     if not racing or transport.world == 1:
@@ -340,6 +352,8 @@ def price_from_cache(
     batch_norm: Literal["exact", "local"],
     bucket_bytes: int | None,
     factors: FactorsOption,
+    optimizer_slots: int = 1,
+    optimizer_state: OptimizerState = "whole",
 ) -> Price | None:
     """What a plan is predicted to cost here; None where this network was not profiled on this machine before.
 
@@ -359,6 +373,8 @@ def price_from_cache(
             batch_norm=batch_norm,
             bucket_bytes=bucket_bytes,
             factors=factors,
+            optimizer_slots=optimizer_slots,
+            optimizer_state=optimizer_state,
         )
         try:
             return price(model, cuts, name, trace=True)

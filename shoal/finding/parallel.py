@@ -104,6 +104,7 @@ def parallelize(
             batch_norm=batch_norm,
             bucket_bytes=bucket_bytes,
             factors=factors_option(factors),
+            optimizer_state=optimizer_state,
         ).plan
     return lay(
         captured,

@@ -13,6 +13,7 @@ from shoal.diary import Diary, now
 from shoal.execution.laying import Captured, lay
 from shoal.execution.module import ParallelModule
 from shoal.graph import LayerGraph
+from shoal.lowering.owners import OptimizerState
 from shoal.partition import Box
 from shoal.plan import Plan
 from shoal.profiling.in_step import Noted, noted
@@ -58,6 +59,7 @@ def race(
     *,
     batch_norm: Literal["exact", "local"] = "exact",
     bucket_bytes: int | None = None,
+    optimizer_state: OptimizerState = "whole",
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> tuple[list[Finish], dict[str, Noted]]:
     """(median step of every plan on random data, fastest first; by plan what this rank's layers took).
@@ -70,8 +72,9 @@ def race(
         for place, name in enumerate(order if turn % 2 == 0 else reversed(order)):
             progress(turn * len(order) + place, ROUNDS * len(order), name)
             model = lay(
-                captured, plans[name], transport, io="tile", batch_norm=batch_norm, seed=0, bucket_bytes=bucket_bytes
-            )
+                captured, plans[name], transport, io="tile", batch_norm=batch_norm, seed=0, bucket_bytes=bucket_bytes,
+                optimizer_state=optimizer_state,
+            )  # fmt: skip
             time_steps(model, captured, transport, steps[name])
             del model
     progress(ROUNDS * len(order), ROUNDS * len(order), "")

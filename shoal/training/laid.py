@@ -221,6 +221,8 @@ def lay_over_ranks(
             bucket_bytes=config.bucket_bytes,
             racing=config.race,
             factors=factors_option(config.factors),
+            optimizer_slots=config.optimizer_slots,
+            optimizer_state=config.optimizer_state,
             progress=planning_progress,
         ).plan
     io = agree(transport, lambda: _io_for(plan, captured, transport.world))
@@ -252,6 +254,8 @@ def lay_over_ranks(
         batch_norm=config.batch_norm,
         bucket_bytes=module.bucket_bytes,
         factors=module.plan.factors or "never",
+        optimizer_slots=config.optimizer_slots,
+        optimizer_state=config.optimizer_state,
     )
     network.price = priced
     if transport.rank == 0:

@@ -64,6 +64,22 @@ def test_a_device_has_no_more_memory_than_it_has() -> None:
         find_plan(model, (8, 2000), cluster=tiny)
 
 
+def test_an_optimizers_state_counts_and_can_be_cut_to_fit() -> None:
+    """Of Adam, on devices too small for whole states: the search keeps to the limit by cutting them."""
+    model = nn.Sequential(nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 2000))
+    two = Cluster.load("titan-4").first(2)
+    pins = {"*": "n2"}  # the plan `data`, so that no cut of a layer makes room in the place of a cut of the state
+    sgd, adam = (find_plan(model, (8, 2000), cluster=two, pins=pins, optimizer_slots=slots) for slots in (1, 2))
+    slot = 2 * (2000 * 2000 + 2000) * 4
+    assert adam.price.peak - sgd.price.peak == slot
+    cut = find_plan(model, (8, 2000), cluster=two, pins=pins, optimizer_slots=2, optimizer_state="cut")
+    assert adam.price.peak - cut.price.peak == 2 * 2000 * 2000 * 4  # half of both moments; biases are too small to cut
+    small = two.model_copy(update={"device": two.device.model_copy(update={"memory": cut.price.peak})})
+    find_plan(model, (8, 2000), cluster=small, pins=pins, optimizer_slots=2, optimizer_state="cut")
+    with pytest.raises(PlanError, match="needs at most"):
+        find_plan(model, (8, 2000), cluster=small, pins=pins, optimizer_slots=2)
+
+
 @pytest.mark.parametrize("net", ["lenet5", "residual"])
 def test_a_limit_that_a_plan_was_found_for_can_be_met_again(net: str) -> None:
     """Down to the lightest plan of all: what a looser limit found, the limit of exactly that finds too."""
