@@ -30,8 +30,8 @@ def run_apart(
 
     Function, arguments and result must be picklable, by cloudpickle. Stop signals of this process are passed on to it.
     `on_stage` hears what it tells by `tell_stage`. Once `time_is_up`, it is asked to stop in good order, as by a user;
-    if it does, that is a `TimeOverError`. Costs some tenths of a second, and, where it starts processes itself, the
-    time in which torch is loaded for them.
+    if it does, that is a `TimeOverError`. Costs some tenths of a second: processes that it starts itself are
+    forked from the helper that it was forked from.
 
     Raises its error, as its own class where it is one of ours; a `DiedError` where it ended without a word; a
     `KeyboardInterrupt` when asked to stop before it could do so in good order. It never outlives the call, nor do

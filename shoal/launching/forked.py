@@ -3,11 +3,13 @@
 Promise   as if it had been spawned: it finds the environment, the streams and the cores that this process has at that
           moment, and draws random numbers of its own. The folder is its caller's to set, as after a spawn. Unlike one
           that is spawned it does not run the user's script again: what it needs of that must come with its arguments.
-Cost      one helper for all processes that this one starts, for as long as this one lives. It loads torch while the
-          first of them waits, as that would do itself; the others begin at once and share the memory of what is loaded.
+Cost      one helper for all processes that this one starts, and that those start, for as long as this one lives. It
+          loads torch while the first of them waits, as that would do itself; the others begin at once and share the
+          memory of what is loaded.
 Failure   a process is spawned where there is no fork, on hosts with GPUs, whose drivers do not bear one once they were
           asked for their devices (no such host was at hand), and where variables that libraries read while they load
-          have changed since the helper loaded them. A helper that is killed takes its processes with it.
+          have changed since the helper loaded them. A helper that is killed takes its processes with it. Whoever
+          asked for a process is its parent in all but the system's table: it hears of its end, and its own end is told.
 """
 
 import ctypes
@@ -51,7 +53,7 @@ def begin(target: Callable[..., None], args: tuple[object, ...], name: str) -> B
     with _signals_blocked():
         if _can_fork():
             _ensure_helper()
-            with suppress(EOFError):  # the helper was killed while it loaded: then without one
+            with suppress(EOFError, ConnectionError):  # the helper was killed: then without one
                 return _started(mp.get_context("forkserver"), (name, _Surroundings(), target, args))
         return _started(mp.get_context("spawn"), (name, None, target, args))
 
@@ -100,7 +102,7 @@ def _ensure_helper() -> None:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     try:
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -108,8 +110,18 @@ def _ensure_helper() -> None:
             os.environ["PYTHONPATH"] = before
 
 
+def _share_helper(loaded_with: Mapping[str, str]) -> None:
+    """In a process that was just forked from the helper: what it starts itself is forked from there, too.
+
+    The standard library knows where the helper is heard, but would start another, which would load torch again.
+    """
+    global _loaded_with
+    _loaded_with = loaded_with
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+
+
 def _helper() -> int | None:
-    """The process from which others are forked, if there is one."""
+    """The process from which others are forked, if this one has started it."""
     return getattr(forkserver._forkserver, "_forkserver_pid", None)
 
 
@@ -154,16 +166,25 @@ class _Surroundings:
             self._environment,
             self._cores,
             {number: DupFd(number) for number in (1, 2) if _open(number)},
+            _loaded_with,
         )
 
 
 class _Received:
     """The same in the new process."""
 
-    def __init__(self, environment: dict[str, str], cores: set[int], streams: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        cores: set[int],
+        streams: Mapping[int, Any],
+        loaded_with: Mapping[str, str],
+    ) -> None:
         self._environment, self._cores, self._streams = environment, cores, streams
+        self._loaded_with = loaded_with
 
     def take_over(self) -> None:
+        _share_helper(self._loaded_with)
         for number, stream in self._streams.items():
             copy = stream.detach()
             os.dup2(copy, number)

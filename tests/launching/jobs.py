@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal import errors
 from shoal.errors import DivergedError, StoppedError
-from shoal.launching import tell_stage
+from shoal.launching import run, tell_stage
 
 
 def add_up(start: int) -> tuple[int, int, int, str]:
@@ -131,6 +131,22 @@ def sleep_forever(folder: str) -> None:
 
 def give_what_cannot_be_sent() -> object:
     return threading.Lock()
+
+
+def conduct(folder: str) -> tuple[bool, Seen]:
+    """As a conductor does: starts a rank of its own, and says whether one process forked both, and what that saw."""
+    (Path(folder) / "conductor").write_text(str(os.getpid()))
+    ((helper, seen),) = run(helper_and_surroundings, "MY_SETTING", workers=1)
+    return helper == os.getppid(), seen
+
+
+def helper_and_surroundings(setting: str) -> tuple[int, Seen]:
+    return os.getppid(), surroundings(setting)
+
+
+def conduct_forever(folder: str) -> None:
+    (Path(folder) / "conductor").write_text(str(os.getpid()))
+    run(sleep_forever, folder, workers=2)
 
 
 def home_of_shoal() -> str:

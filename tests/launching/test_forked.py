@@ -134,6 +134,25 @@ def test_a_helper_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> None
     assert not psutil.wait_procs(family, timeout=10)[1]
 
 
+def test_a_rank_that_starts_others_has_them_forked_from_the_same_helper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SETTING", "inner")
+    ((same_helper, seen),) = run(jobs.conduct, str(tmp_path), workers=1)
+    assert same_helper
+    assert (seen.setting, seen.name, seen.forked) == ("inner", "shoal rank 0", True)
+
+
+def test_ranks_of_a_rank_end_when_it_is_killed(tmp_path: Path) -> None:
+    """Their parent in the system's table is the helper, which lives on."""
+    launcher = parent("conduct_forever", str(tmp_path), workers=1)
+    family = [psutil.Process(int(path.read_text())) for path in tmp_path.glob("rank*")]
+    assert len(family) == 2
+    os.kill(int((tmp_path / "conductor").read_text()), signal.SIGKILL)
+    assert "DiedError: rank 0" in launcher.communicate(timeout=60)[1]
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
 def test_other_processes_that_are_forked_from_the_helper_can_be_ended() -> None:
     """The user's own program may start processes this way, too, after us."""
     run(jobs.where, workers=1)

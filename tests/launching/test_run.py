@@ -113,15 +113,15 @@ def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
         run(print, threading.Lock(), workers=2)
 
 
-def parent(function: str, folder: str) -> subprocess.Popen[str]:
-    """A launcher, in a group of its own, whose two ranks work."""
+def parent(function: str, folder: str, *, workers: int = 2) -> subprocess.Popen[str]:
+    """A launcher, in a group of its own, when two ranks work: its own, or those of its one rank."""
     code = (
         "import sys\n"
         "from shoal.errors import StoppedError\n"
         "from shoal.launching import run\n"
         "from tests.launching import jobs\n"
         "try:\n"
-        f"    run(jobs.{function}, sys.argv[1], workers=2, timeout=60)\n"
+        f"    run(jobs.{function}, sys.argv[1], workers={workers}, timeout=60)\n"
         "except StoppedError as error:\n"
         "    print(error.problem)\n"
         "    sys.exit(130)\n"
