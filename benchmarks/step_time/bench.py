@@ -5,16 +5,19 @@
 Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
 tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans
 marked `/local` use batch_norm="local", which is what DDP computes; those marked `/factors` and `/sums` always and never
-let factors travel in the place of gradients of linear layers, which else is chosen; "ddp+syncbn" is DDP with a
-synchronised batch norm of the plain kind (one sum of two numbers per channel each way). With `--before CHECKOUT` the
-same plans of an older Shoal take turns with the rest.
+let factors travel in the place of gradients of linear layers, which else is chosen; those marked `/memory` sum through
+shared memory; "ddp+syncbn" is DDP with a synchronised batch norm of the plain kind (one sum of two numbers per channel
+each way). With `--before CHECKOUT` the same plans of an older Shoal take turns with the rest.
 """
 
 import argparse
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -31,12 +34,14 @@ from benchmarks.common.before import import_before
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.sync_batch_norm import with_plain_sync
+from shoal.transport.one_host import SWITCH
 
 SIZES = {"alexnet": (224, 32, 1000), "vgg16": (64, 16, 1000), "resnet18": (64, 32, 1000)}
 """Pixels, samples of the global batch, classes."""
 
 MARKS = {"local": {"batch_norm": "local"}, "factors": {"factors": "always"}, "sums": {"factors": "never"}}
 """Options of `parallelize` by how plans are marked."""
+IN_MEMORY = "memory"
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor, *, fused: bool = True) -> Step:
@@ -64,6 +69,19 @@ def fsdp2(model: nn.Module) -> nn.Module:
             fully_shard(child, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+@contextmanager
+def sums_in_memory() -> Iterator[dist.ProcessGroup]:
+    """A group whose networks sum through shared memory, if they are laid, and called once, in here.
+
+    Networks of one group share its connections; one with another time-out has its own.
+    """
+    os.environ[SWITCH] = "memory"
+    try:
+        yield dist.new_group(timeout=timedelta(minutes=29))
+    finally:
+        del os.environ[SWITCH]
 
 
 def main() -> None:
@@ -103,10 +121,14 @@ def main() -> None:
     packages = {"shoal": shoal, **({"before": import_before(args.before)} if args.before else {})}
     for package, plan in product(packages, args.plans.split(",")):
         name, *marks = plan.split("/")
-        options = {key: value for mark in marks for key, value in MARKS[mark].items()}
-        model = packages[package].parallelize(deepcopy(plain), (batch, 3, pixels, pixels), name, **options)
-        laid[f"{package} {plan}"] = model
-        sides[f"{package} {plan}"] = step_of(model, x, y)
+        options = {key: value for mark in marks if mark != IN_MEMORY for key, value in MARKS[mark].items()}
+        with sums_in_memory() if IN_MEMORY in marks else nullcontext() as group:
+            model = packages[package].parallelize(
+                deepcopy(plain), (batch, 3, pixels, pixels), name, group=group, **options
+            )
+            laid[f"{package} {plan}"] = model
+            sides[f"{package} {plan}"] = step_of(model, x, y)
+            sides[f"{package} {plan}"]()
     measured = take_turns(sides, rounds=args.rounds)
     if dist.get_rank() == 0:
         print(
