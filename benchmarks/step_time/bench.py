@@ -92,11 +92,12 @@ def main() -> None:
     parser.add_argument("--plans", default="data", help="such as data,owt,data/local,data/factors,data/sums")
     parser.add_argument("--others", default="ddp again,fsdp2", help="beside ddp: ddp again, fsdp2, ddp+syncbn")
     parser.add_argument("--link", default="loopback", help="loopback, or the speed between two hosts: 1gbit")
+    parser.add_argument("--ranks", type=int, default=2, help="of this host; between hosts there are two")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--before", type=Path, help="another checkout, whose plans take turns too")
     args = parser.parse_args()
     if not is_rank():
-        start_ranks("benchmarks.step_time.bench", sys.argv[1:], args.link)
+        start_ranks("benchmarks.step_time.bench", sys.argv[1:], args.link, ranks=args.ranks)
         return
     become_rank()
     pixels, batch, classes = SIZES[args.model]
@@ -132,7 +133,8 @@ def main() -> None:
     measured = take_turns(sides, rounds=args.rounds)
     if dist.get_rank() == 0:
         print(
-            f"{args.model} {pixels}x{pixels}, batch {batch}, 2 ranks of one thread, {args.link}, {args.rounds} rounds"
+            f"{args.model} {pixels}x{pixels}, batch {batch}, {dist.get_world_size()} ranks of one thread, {args.link}, "
+            f"{args.rounds} rounds"
         )
         print(measured.table("ddp"))
         for side, model in laid.items():
