@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 FEW = {
     "click",
     "cloudpickle",
+    "isal",
     "numpy",
     "pillow",
     "platformdirs",
