@@ -19,6 +19,8 @@ endif
 run: .venv/.run
 	$(BIN)/shoal train --workers auto $(ARGS)
 
+# Tests start some hundred programs: each would compile all modules anew where the environment forbids to keep them.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: check
 	$(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
 

@@ -1,21 +1,30 @@
 """The command line in processes of its own, which begin as copies of one that has loaded torch.
 
+So does the helper from which a command forks its ranks (`shoal/launching/forked.py`): it is the command's own child, as
+always, and only need not load torch once more, which would be most of the time that a short run takes. A helper as it
+is without tests: `tests/launching/test_forked.py`, and the `program` of `tests/cli/test_workers.py`.
 Other modules, such as torchrun, are started as people start them.
 """
 
+import fcntl
 import multiprocessing as mp
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-LOADED = ["torch.export._trace", "shoal.cli.main", "shoal.running.start", "shoal.replicas.run"]
+LOADED = [
+    *("torch.export._trace", "shoal.cli.main", "shoal.cli.progress", "shoal.running.start", "shoal.replicas.run"),
+    *("shoal.finding", "shoal.training.laid", "shoal.planning.outlining"),  # what ranks need under a plan
+]
 _numbers = count()
 _server = vars(forkserver.ForkServer())
 
@@ -39,10 +48,15 @@ def begin(folder: Path, module: str, *arguments: str, **variables: str) -> Begun
     environment = {**os.environ, "NO_COLOR": "1", **variables}
     if module == "shoal" and "forkserver" in mp.get_all_start_methods():
         return _Command(folder, arguments, environment)
+    return program(folder, module, *arguments, **variables)
+
+
+def program(folder: Path, module: str, *arguments: str, **variables: str) -> Begun:
+    """The same, always as people start it: nothing is loaded before."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
-        env=environment,
+        env={**os.environ, "NO_COLOR": "1", **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -125,4 +139,73 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
     sys.argv = ["shoal", *arguments]
     from shoal.cli.main import main
 
+    vars(util)["spawnv_passfds"] = _helpers_from(_spare(), util.spawnv_passfds)
     main()
+
+
+_START_OF_A_HELPER = "from multiprocessing.forkserver import main"
+_SPAWN = Callable[[Any, Sequence[Any], Sequence[int]], int]
+
+
+def _helpers_from(spare: tuple[socket.socket, int], spawn: _SPAWN) -> _SPAWN:
+    """What starts processes, with `spare` in the place of the first helper that it would start."""
+    spares = [spare]
+
+    def start(path: Any, arguments: Sequence[Any], files: Sequence[int]) -> int:
+        if spares and str(arguments[-1]).startswith(_START_OF_A_HELPER):
+            way, process = spares.pop()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            told = pickle.dumps((arguments[-1], list(files), dict(os.environ), mask))
+            with way, suppress(OSError):  # it was ended: then as without tests
+                socket.send_fds(way, [len(told).to_bytes(8, "big")], list(files))
+                way.sendall(told)
+                return process
+        return spawn(path, arguments, files)
+
+    return start
+
+
+def _spare() -> tuple[socket.socket, int]:
+    """A copy of this process, as long as it has one thread, that can become its helper; the way to it, and its number.
+
+    It ends when this process does, as the helper would.
+    """
+    ours, theirs = socket.socketpair()
+    if process := os.fork():
+        theirs.close()
+        return ours, process
+    code = 1
+    try:
+        _wait_to_be_helper(theirs)
+        code = 0
+    except SystemExit:  # how a helper ends
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _wait_to_be_helper(way: socket.socket) -> None:
+    """Hear what the helper would be started with, and do it."""
+    tracker = vars(resource_tracker._resource_tracker)["_fd"]
+    kept = {0, 1, 2, way.fileno(), tracker}
+    for file in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if file not in kept:
+            with suppress(OSError):  # the one that has listed them
+                os.close(file)
+    size, received, _, _ = socket.recv_fds(way, 8, 16)
+    if not size:  # the command has ended, and had no need of a helper
+        return
+    told = b""
+    while len(told) < int.from_bytes(size, "big"):
+        told += way.recv(1 << 20)
+    code, files, environment, mask = pickle.loads(told)
+    way.close()
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in received]
+    for file, wanted in zip(aside, files, strict=True):
+        os.dup2(file, wanted)
+    for file in {*received, *aside} - set(files):
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    exec(code, {})

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.training.run_folder import RunFolder
-from tests.cli.commands import begin
+from tests.cli.commands import begin, program
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import WITH_DROPOUT, metrics_of, result_of, stop_during_training
 
@@ -196,7 +196,7 @@ def test_workers_that_differ_from_the_world_are_refused(shoal: Shoal, tiny: str)
 
 
 def test_a_killed_worker_is_named_and_no_process_is_left(tiny: str, tmp_path: Path) -> None:
-    process = begin(
+    process = program(
         tmp_path, "shoal", "train", "--data", tiny, "--workers", "2", "--batch", "8", "--epochs", "1000", "--out", "o"
     )
     try:
