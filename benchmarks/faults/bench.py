@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -114,15 +114,45 @@ class Score:
         return f"{mode:20} {self.runs:5} {self.kills:6} {self.stops:6} {self.longest:11.2f} s   {what}"
 
 
+class Begun(Protocol):
+    """A process that was begun; `subprocess` gives one that has all this."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+Begin = Callable[[Path, Sequence[str], Path], Begun]
+"""What begins `shoal ARGUMENTS` in a folder, all that it prints in a file."""
+
+
+def as_a_program(folder: Path, arguments: Sequence[str], printed: Path) -> "subprocess.Popen[bytes]":
+    """As people begin it."""
+    with printed.open("wb") as file:
+        command = [sys.executable, "-m", "shoal", *arguments]
+        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+
+
 class Run:
     """One `shoal train`, with its folder. `saving`: tests and checkpoints happen all the time."""
 
-    def __init__(self, folder: Path, mode: Mode, *, saving: bool) -> None:
-        self.out, self.mode = folder / "run", mode
+    def __init__(
+        self,
+        folder: Path,
+        mode: Mode,
+        *,
+        saving: bool,
+        heartbeat: float = HEARTBEAT,
+        margin: float = MARGIN,
+        begin: Begin = as_a_program,
+    ) -> None:
+        self.out, self.mode, self.heartbeat, self.patience = folder / "run", mode, heartbeat, heartbeat + margin
         (folder / "mine.py").write_text(NET)
-        self.printed = (folder / "printed").open("w+")
-        command = [sys.executable, "-m", "shoal", "train", *self.settings(saving=saving), "--out", str(self.out)]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=self.printed, stderr=subprocess.STDOUT)
+        self.printed = folder / "printed"
+        self.process = begin(folder, ["train", *self.settings(saving=saving), "--out", str(self.out)], self.printed)
         self.family: set[psutil.Process] = set()
         self.ranks: list[psutil.Process] = []
         """Of all replicas, as they were started."""
@@ -132,7 +162,7 @@ class Run:
     def settings(self, *, saving: bool) -> list[str]:
         """Of a run that does not end by itself."""
         mode, every = self.mode, "1" if saving else "100000"
-        together = ",".join(filter(None, [mode.options, f"heartbeat={HEARTBEAT}"]))
+        together = ",".join(filter(None, [mode.options, f"heartbeat={self.heartbeat}"]))
         settings = ["--model", "mine:net", "--data", "digits", "--batch", "24", "--plan", "data"]
         settings += ["--replicas", str(mode.replicas), "--workers", str(mode.replicas * mode.ranks)]
         settings += ["--exchange", mode.exchange, "--exchange-options", together, "--lr", "0.001", "--log-every", "1"]
@@ -208,7 +238,7 @@ class Run:
 
         Its last word counts, not a new one: on a busy machine a replica may count as frozen before it is stopped.
         """
-        return self.wait_until(lambda: self.last_word_of(replica) in states, HEARTBEAT + MARGIN) is not None
+        return self.wait_until(lambda: self.last_word_of(replica) in states, self.patience) is not None
 
     def last_word_of(self, replica: int) -> str | None:
         """What it said last of a replica."""
@@ -217,8 +247,7 @@ class Run:
 
     def said(self) -> str:
         """What the run printed."""
-        self.printed.flush()
-        return Path(self.printed.name).read_text()
+        return self.printed.read_text() if self.printed.exists() else ""
 
     def end(self) -> list[str]:
         """Stop it as a user does; what is wrong with what it leaves."""
@@ -242,14 +271,24 @@ class Run:
             wrong.append(f"shared memory left: {self.shared.name}")
         if goes_on and not wrong and not RunFolder(self.out).can_go_on:
             wrong.append("was stopped and left no checkpoint")
-        self.printed.close()
         return [*wrong, *what_is_not_whole(self.out)]
 
 
-def strike(mode: str, kills: int, stops: int, draw: random.Random, score: Score, *, saving: bool) -> None:
+def strike(
+    mode: str,
+    kills: int,
+    stops: int,
+    draw: random.Random,
+    score: Score,
+    *,
+    saving: bool,
+    heartbeat: float = HEARTBEAT,
+    margin: float = MARGIN,
+    begin: Begin = as_a_program,
+) -> None:
     """One run: all its stops, then its kills."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), MODES[mode], saving=saving)
+        run = Run(Path(folder), MODES[mode], saving=saving, heartbeat=heartbeat, margin=margin, begin=begin)
         score.runs += 1
         try:
             if (why := run.begin()) is not None:
@@ -285,14 +324,14 @@ def _freeze(run: Run, draw: random.Random, score: Score) -> None:
     if run.mode.survives:
         _goes_on(run, score, f"a stop of replica {replica}")
     else:
-        time.sleep(2 * HEARTBEAT)
+        time.sleep(2 * run.heartbeat)
     if not run.tells(replica, "frozen", "lost"):
         score.wrong.append(f"does not say that replica {replica} is frozen")
     with suppress(psutil.NoSuchProcess):  # one that was stopped inside an update of shared weights is killed
         victim.send_signal(signal.SIGCONT)
     if replica in run.replicas() and not run.tells(replica, "back", "lost"):
         score.wrong.append(f"does not say that replica {replica} is back")
-    if run.wait_for_batches(3, HEARTBEAT + MARGIN) is None and run.process.poll() is None:
+    if run.wait_for_batches(3, run.patience) is None and run.process.poll() is None:
         score.wrong.append("nothing was counted after a replica was woken")
 
 
@@ -311,7 +350,7 @@ def _kill(run: Run, draw: random.Random, score: Score) -> None:
             score.wrong.append(f"does not say that replica {replica} was lost")
         return
     try:
-        run.process.wait(HEARTBEAT + MARGIN)
+        run.process.wait(run.patience)
     except subprocess.TimeoutExpired:
         score.wrong.append("did not end after a kill")
         return
@@ -320,10 +359,10 @@ def _kill(run: Run, draw: random.Random, score: Score) -> None:
 
 
 def _goes_on(run: Run, score: Score, after: str) -> None:
-    took = run.wait_for_batches(3, HEARTBEAT + MARGIN)
+    took = run.wait_for_batches(3, run.patience)
     if took is None:
         score.wrong.append(f"nothing was counted after {after}: {run.said()[-200:]}")
-    score.longest = max(score.longest, took or HEARTBEAT + MARGIN)
+    score.longest = max(score.longest, took or run.patience)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,6 +51,11 @@ def begin(folder: Path, module: str, *arguments: str, **variables: str) -> Begun
     return program(folder, module, *arguments, **variables)
 
 
+def begin_printing(folder: Path, arguments: Sequence[str], printed: Path) -> Begun:
+    """`shoal ARGUMENTS` in `folder`, with all that it prints in one file."""
+    return _Command(folder, tuple(arguments), {**os.environ, "NO_COLOR": "1"}, printed)
+
+
 def program(folder: Path, module: str, *arguments: str, **variables: str) -> Begun:
     """The same, always as people start it: nothing is loaded before."""
     return subprocess.Popen(
@@ -67,9 +72,11 @@ def program(folder: Path, module: str, *arguments: str, **variables: str) -> Beg
 class _Command:
     """`shoal ARGUMENTS`, as a copy of a process that has loaded torch and has done nothing else."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str], printed: Path | None = None
+    ) -> None:
         number = next(_numbers)
-        self._files = [folder / f".printed-{number}-{name}" for name in ("out", "err")]
+        self._files = [printed or folder / f".printed-{number}-{name}" for name in ("out", "err")]
         self._arguments = arguments
         with _own_server():
             context = mp.get_context("forkserver")
@@ -132,7 +139,7 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate((Path(os.devnull), out, err)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it

@@ -10,20 +10,26 @@ from benchmarks.faults.bench import MODES, Score, strike
 from benchmarks.faults.files import what_is_not_whole
 from shoal.exchanges import EXCHANGES
 from shoal.training.checkpoints.folder import CheckpointFolder, Draft
+from tests.cli.commands import begin_printing
 
 COMPRESSED_AND_GROUPS = {mode for mode in MODES if mode.split()[-1] in ("int8", "sign", "groups")}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "mode",
     [pytest.param(mode, marks=pytest.mark.thorough) if mode in COMPRESSED_AND_GROUPS else mode for mode in MODES],
 )
 def test_a_run_goes_on_or_says_who_was_lost(mode: str) -> None:
     seed = random.randrange(10**6)  # other moments in every run
-    score, draw = Score(), random.Random(seed)
-    strike(mode, 1, 1, draw, score, saving=draw.random() < 0.5)
+    # On a machine that others keep busy all replicas may never be there at once by a heartbeat of half a second.
+    for heartbeat in (0.5, 5.0):
+        score, draw = Score(), random.Random(seed)
+        saving = draw.random() < 0.5
+        strike(mode, 1, 1, draw, score, saving=saving, heartbeat=heartbeat, margin=40.0, begin=begin_printing)
+        if not (score.unbegun and ": frozen " in score.wrong[0]):
+            break
     assert not score.wrong, f"seed {seed}: {score.row(mode)}"
     assert (score.kills, score.stops) == (1, 1), "the faults did not fire"
 
