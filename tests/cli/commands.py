@@ -14,12 +14,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any, Protocol
+
+from shoal.exchanging.membership import meeting
+from shoal.exchanging.servers import reach
+from shoal.exchanging.servers.process import TOKEN, start_server
+from shoal.exchanging.servers.process import main as serve
+from shoal.launching import forked
+from shoal.launching.process import environment
+from shoal.transport.links import Address
 
 LOADED = [
     *("torch.export._trace", "shoal.cli.main", "shoal.cli.progress", "shoal.running.start", "shoal.replicas.run"),
@@ -147,7 +156,46 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
     from shoal.cli.main import main
 
     vars(util)["spawnv_passfds"] = _helpers_from(_spare(), util.spawnv_passfds)
+    for module in (meeting, reach):
+        vars(module)["start_server"] = _Server
     main()
+
+
+class _Server:
+    """What `start_server` gives, forked from the helper that is to fork the ranks; without one, it itself.
+
+    A server as it is without tests: `tests/replicas/test_own_loop.py`.
+    """
+
+    def __new__(cls, address: Address, token: str, number: int) -> Any:
+        return super().__new__(cls) if forked._loaded_with is not None else start_server(address, token, number)
+
+    def __init__(self, address: Address, token: str, number: int) -> None:
+        loaded_with = forked._loaded_with
+        assert loaded_with is not None
+        with environment(**loaded_with, **{TOKEN: token}):
+            self._process = forked.begin(_serve, (address, number), name=f"shoal server {number}")
+        self._ended = threading.Event()
+        threading.Thread(target=self._await, daemon=True).start()
+
+    def _await(self) -> None:  # several threads wait for it, which a process of multiprocessing does not bear
+        self._process.join()
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("a server", timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        if not self._ended.is_set():
+            self._process.kill()
+
+
+def _serve(address: Address, number: int) -> None:
+    os.setsid()
+    sys.argv = ["-c", address[0], str(address[1]), str(number)]
+    serve()
 
 
 _START_OF_A_HELPER = "from multiprocessing.forkserver import main"

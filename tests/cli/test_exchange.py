@@ -283,8 +283,8 @@ def ranks_of(run: Begun) -> list[psutil.Process]:
 def servers_of(run: Begun) -> list[psutil.Process]:
     return [
         child
-        for child in psutil.Process(run.pid).children()
-        if "shoal.exchanging.servers.process" in " ".join(child.cmdline())
+        for child in psutil.Process(run.pid).children(recursive=True)
+        if child.name().startswith("shoal server")
     ]
 
 
