@@ -1,9 +1,14 @@
 """Options of the whole suite, and pools of ranks that all tests of a session share."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+# Two tests at a time, each with a thread per core: those that wait must leave the cores to those that compute. OpenMP
+# reads this while torch loads, here and in all processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from tests.parity.pool import Pool, RankError
 

@@ -6,10 +6,12 @@ is without tests: `tests/launching/test_forked.py`, and the `program` of `tests/
 Other modules, such as torchrun, are started as people start them.
 """
 
+import ctypes
 import fcntl
 import multiprocessing as mp
 import os
 import pickle
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,6 +24,8 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from shoal.exchanging.membership import meeting
 from shoal.exchanging.servers import reach
 from shoal.exchanging.servers.process import TOKEN, start_server
@@ -29,11 +33,13 @@ from shoal.exchanging.servers.process import main as serve
 from shoal.launching import forked
 from shoal.launching.process import environment
 from shoal.transport.links import Address
+from tests.replicas.worlds import free_port
 
 LOADED = [
     *("torch.export._trace", "shoal.cli.main", "shoal.cli.progress", "shoal.running.start", "shoal.replicas.run"),
     *("shoal.finding", "shoal.training.laid", "shoal.planning.outlining"),  # what ranks need under a plan
 ]
+_NEW_NET = 0x40000000
 _numbers = count()
 _server = vars(forkserver.ForkServer())
 
@@ -56,13 +62,13 @@ def begin(folder: Path, module: str, *arguments: str, **variables: str) -> Begun
     """`python -m MODULE ARGUMENTS` in `folder`, without colours."""
     environment = {**os.environ, "NO_COLOR": "1", **variables}
     if module == "shoal" and "forkserver" in mp.get_all_start_methods():
-        return _Command(folder, arguments, environment)
+        return Command(folder, arguments, environment)
     return program(folder, module, *arguments, **variables)
 
 
 def begin_printing(folder: Path, arguments: Sequence[str], printed: Path) -> Begun:
     """`shoal ARGUMENTS` in `folder`, with all that it prints in one file."""
-    return _Command(folder, tuple(arguments), {**os.environ, "NO_COLOR": "1"}, printed)
+    return Command(folder, tuple(arguments), {**os.environ, "NO_COLOR": "1"}, printed)
 
 
 def program(folder: Path, module: str, *arguments: str, **variables: str) -> Begun:
@@ -78,11 +84,43 @@ def program(folder: Path, module: str, *arguments: str, **variables: str) -> Beg
     )
 
 
-class _Command:
-    """`shoal ARGUMENTS`, as a copy of a process that has loaded torch and has done nothing else."""
+def script(folder: Path, path: Path, *arguments: str, **variables: str) -> Begun:
+    """`python PATH ARGUMENTS` in `folder`, its torch loaded before."""
+    return Command(folder, arguments, {**os.environ, **variables}, script=path)
+
+
+def as_ranks(folder: Path, ranks: int, path: Path, *arguments: str, seconds: float = 110.0) -> tuple[str, str]:
+    """What a script printed that ran in so many processes with the variables of torchrun; all have ended well.
+
+    As torchrun itself starts them: `tests/test_examples.py` has one of each kind.
+    """
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    begun = [script(folder, path, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+    try:
+        printed = [one.communicate(timeout=seconds) for one in begun]
+    finally:
+        for one in begun:
+            one.kill()
+    assert [one.returncode for one in begun] == [0] * ranks, "".join(err for _, err in printed)
+    return "".join(out for out, _ in printed), "".join(err for _, err in printed)
+
+
+class Command:
+    """`shoal ARGUMENTS`, as a copy of a process that has loaded torch and has done nothing else.
+
+    Or a script; `network`: the name of the network namespace in which it lives.
+    """
 
     def __init__(
-        self, folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str], printed: Path | None = None
+        self,
+        folder: Path,
+        arguments: tuple[str, ...],
+        environment: Mapping[str, str],
+        printed: Path | None = None,
+        *,
+        script: Path | None = None,
+        network: str | None = None,
     ) -> None:
         number = next(_numbers)
         self._files = [printed or folder / f".printed-{number}-{name}" for name in ("out", "err")]
@@ -90,7 +128,9 @@ class _Command:
         with _own_server():
             context = mp.get_context("forkserver")
             context.set_forkserver_preload(LOADED)
-            self._process = context.Process(target=_command, args=(folder, arguments, environment, *self._files))
+            self._process = context.Process(
+                target=_command, args=(folder, arguments, environment, *self._files, script, network)
+            )
             self._process.start()
 
     @property
@@ -142,9 +182,19 @@ def _own_server() -> Iterator[None]:
         present.update(others)
 
 
-def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str, str], out: Path, err: Path) -> None:
+def _command(
+    folder: Path,
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    out: Path,
+    err: Path,
+    script: Path | None,
+    network: str | None,
+) -> None:
+    if network is not None:
+        _move_to(network)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))  # as -m does
+    sys.path.insert(0, str(folder if script is None else script.parent))  # as python itself does
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate((Path(os.devnull), out, err)):
@@ -152,13 +202,26 @@ def _command(folder: Path, arguments: tuple[str, ...], environment: Mapping[str,
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
-    sys.argv = ["shoal", *arguments]
-    from shoal.cli.main import main
-
+    if "OMP_NUM_THREADS" in environment:  # which torch has read already
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     vars(util)["spawnv_passfds"] = _helpers_from(_spare(), util.spawnv_passfds)
     for module in (meeting, reach):
         vars(module)["start_server"] = _Server
+    if script is not None:
+        sys.argv = [str(script), *arguments]
+        runpy.run_path(str(script), run_name="__main__")
+        return
+    sys.argv = ["shoal", *arguments]
+    from shoal.cli.main import main
+
     main()
+
+
+def _move_to(network: str) -> None:
+    """As `ip netns exec` does; a process that it would start has torch to load."""
+    with (Path("/var/run/netns") / network).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 class _Server:

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.common.hosts import DEVICE, Host, two_hosts
+from tests.cli.commands import Begun, Command
 from tests.cli.test_exchange import LONG, goes_on, lines, mine, under_way, wait_for
 from tests.cli.test_train import result_of
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-Start = Callable[..., "list[subprocess.Popen[str]]"]
+Start = Callable[..., list[Begun]]
 
 
 @pytest.fixture
@@ -50,33 +50,29 @@ def processes_on(host: Host) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in found if psutil.pid_exists(int(pid))]
 
 
+def begin_on(host: Host, folder: Path, *arguments: str, **variables: str) -> Begun:
+    """`shoal train ARGUMENTS` on a host."""
+    environment = {**os.environ, "NO_COLOR": "1", **variables}
+    return Command(folder, ("train", *arguments), environment, network=host.prefix[-1])
+
+
 @pytest.fixture
 def start(hosts: list[Host], tmp_path: Path) -> Iterator[Start]:
     """`shoal train ARGUMENTS` on both hosts, as torchrun would start it."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Begun] = []
 
-    def run(*arguments: str) -> "list[subprocess.Popen[str]]":
+    def run(*arguments: str) -> list[Begun]:
         for rank, host in enumerate(hosts):
             world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29_411}
             variables = {name: str(value) for name, value in world.items()}
-            where = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": host.device, "NO_COLOR": "1"}
-            command = [*host.prefix, sys.executable, "-m", "shoal", "train", *arguments]
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=tmp_path,
-                    env={**os.environ, **variables, **where},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            where = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": host.device, "OMP_NUM_THREADS": "1"}
+            started.append(begin_on(host, tmp_path, *arguments, **variables, **where))
         return started
 
     yield run
     for one in started:
         one.kill()
-        one.communicate()
+        one.wait()
     _, alive = psutil.wait_procs([child for host in hosts for child in processes_on(host)], timeout=10)
     for child in alive:
         child.kill()
@@ -114,7 +110,7 @@ def test_replicas_on_two_hosts_train_together(
         only_thorough(pytestconfig)
     name, *more = options
     chosen = ["--exchange", name, *(["--exchange-options", more[0]] if more else [])]
-    epochs = 3 if name in ("allreduce", "sync", "backup", "local") else 300  # long enough for the one that comes later
+    epochs = 3 if name in ("allreduce", "sync", "backup", "local") else 100  # long enough for the one that comes later
     tests = ["--eval-every", str(epochs), "--checkpoint-every", str(epochs)]
     runs = start(*mine, "--epochs", str(epochs), *tests, "--replicas", "2", *chosen, "--out", "run")
     for one in runs:
@@ -207,13 +203,7 @@ def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody_and_one_m
     goes_on(out, first)
     assert lines(out, "steps")[-1]["active"] == [0]
 
-    late = subprocess.Popen(
-        [*hosts[1].prefix, sys.executable, "-m", "shoal", "train", "--join", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    late = begin_on(hosts[1], tmp_path, "--join", "run")
     try:
         wait_for(under_way(out, [0, 2]), first)
         first.send_signal(signal.SIGINT)
@@ -222,6 +212,6 @@ def test_a_host_that_dies_freezes_or_loses_its_network_holds_up_nobody_and_one_m
         assert late.returncode == 0
     finally:
         late.kill()
-        late.communicate()
+        late.wait()
     assert "replica 1 was lost" in printed[0]
     assert "--resume" in printed[1]
