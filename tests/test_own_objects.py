@@ -1,9 +1,6 @@
 """Networks, data, losses and optimizers of one's own, from Python: on one worker, on ranks and on replicas."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from io import StringIO
@@ -25,6 +22,7 @@ from shoal.data import BatchOrder
 from shoal.errors import CheckpointError, ConfigError, DataError, InputError, ModelError
 from shoal.training.learning_rate import rate_at
 from shoal.using.testing import start
+from tests.cli.commands import as_ranks, begin
 
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 
@@ -183,10 +181,10 @@ def test_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
         shoal.resume(folder, {"epochs": 3}, **{**own, "loss": None})
     with pytest.raises(CheckpointError, match=r"begun with the optimizer .*adam, now it is .*one_rate"):
         shoal.resume(folder, {"epochs": 3}, **{**own, "optimizer": one_rate})
-    command = [sys.executable, "-m", "shoal", "train", "--resume", str(folder), "--epochs", "3"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = begin(tmp_path, "shoal", "train", "--resume", str(folder), "--epochs", "3")
+    _, err = run.communicate(timeout=100)
     assert run.returncode == 2
-    assert "Go on from Python with the same objects: shoal.resume(" in run.stderr.replace("\n", " ")
+    assert "Go on from Python with the same objects: shoal.resume(" in err.replace("\n", " ")
 
 
 def test_a_later_test_says_that_its_loss_is_not_the_runs_own(tmp_path: Path) -> None:
@@ -276,7 +274,6 @@ def test_what_does_not_work_is_named(changes: Any, error: type[Exception], said:
     assert not (tmp_path / "run").exists()
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SCRIPT = """
 import sys
 import torch
@@ -290,17 +287,10 @@ print(shoal.train(**job(sys.argv[1], model=Net if sys.argv[2] == "factory" else 
 
 @pytest.mark.parametrize(("which", "code"), [("factory", 0), pytest.param("other", 1, marks=pytest.mark.thorough)])
 def test_under_torchrun_every_rank_has_its_own_objects(which: str, code: int, tmp_path: Path) -> None:
+    """In ranks that have its variables."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    run = subprocess.run(
-        [*TORCHRUN, str(tmp_path / "script.py"), str(tmp_path / "run"), which],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == code, run.stderr
+    _, err = as_ranks(tmp_path, 2, tmp_path / "script.py", str(tmp_path / "run"), which, code=code)
     if code:
-        assert "does not have the same weights on all ranks" in run.stderr
+        assert "does not have the same weights on all ranks" in err
     else:
         assert (tmp_path / "run" / "result.json").exists()

@@ -89,8 +89,10 @@ def script(folder: Path, path: Path, *arguments: str, **variables: str) -> Begun
     return Command(folder, arguments, {**os.environ, **variables}, script=path)
 
 
-def as_ranks(folder: Path, ranks: int, path: Path, *arguments: str, seconds: float = 110.0) -> tuple[str, str]:
-    """What a script printed that ran in so many processes with the variables of torchrun; all have ended well.
+def as_ranks(
+    folder: Path, ranks: int, path: Path, *arguments: str, seconds: float = 110.0, code: int = 0
+) -> tuple[str, str]:
+    """What a script printed that ran in so many processes with the variables of torchrun; all have ended with `code`.
 
     As torchrun itself starts them: `tests/test_examples.py` has one of each kind.
     """
@@ -102,7 +104,7 @@ def as_ranks(folder: Path, ranks: int, path: Path, *arguments: str, seconds: flo
     finally:
         for one in begun:
             one.kill()
-    assert [one.returncode for one in begun] == [0] * ranks, "".join(err for _, err in printed)
+    assert [one.returncode for one in begun] == [code] * ranks, "".join(err for _, err in printed)
     return "".join(out for out, _ in printed), "".join(err for _, err in printed)
 
 

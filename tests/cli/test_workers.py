@@ -19,6 +19,7 @@ from shoal.training.run_folder import RunFolder
 from tests.cli.commands import begin, program
 from tests.cli.conftest import Shoal
 from tests.cli.test_train import WITH_DROPOUT, metrics_of, result_of, stop_during_training
+from tests.replicas.worlds import free_port
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
@@ -84,7 +85,7 @@ def test_two_workers_train_as_one_does_and_either_goes_on_for_the_other(
 
 def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WITH_DROPOUT)
-    settings = ["train", "--data", tiny, *NET, "--epochs", "60", "--eval-every", "30", "--checkpoint-every", "100"]
+    settings = ["train", "--data", tiny, *NET, "--epochs", "24", "--eval-every", "12", "--checkpoint-every", "100"]
     settings += ["--workers", "2", "--augment", "flip,shift:1"]
     assert shoal(*settings, "--out", "whole").returncode == 0
     process = begin(tmp_path, "shoal", *settings, "--out", "parts")
@@ -98,7 +99,7 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert stderr.count("shoal: ") == 1
     assert "Traceback" not in stderr
     steps = RunFolder(tmp_path / "parts").checkpoints.all()[-1].steps
-    assert 0 < steps < 600  # the signal came in the middle, or this test shows nothing
+    assert 0 < steps < 240  # the signal came in the middle, or this test shows nothing
     shutil.copytree(tmp_path / "parts", tmp_path / "cut")
 
     run = shoal("train", "--resume", "parts")
@@ -131,15 +132,17 @@ def test_ranks_read_windows_of_large_images(shoal: Shoal, tmp_path: Path) -> Non
     assert two["bytes_per_step"]["predicted"] == two["bytes_per_step"]["counted"] > 0
 
 
-def test_torchrun_and_more_ranks_than_samples(tiny: str, tmp_path: Path) -> None:
+def test_a_world_of_others_and_more_ranks_than_samples(tiny: str, tmp_path: Path) -> None:
+    """With the variables of torchrun; that itself starts the ranks of `tests/cli/test_kills.py`."""
     arguments = ["train", "--data", tiny, "--epochs", "1", "--batch", "2", "--log-every", "10", "--out", "o"]
-    process = begin(tmp_path, "torch.distributed.run", "--nproc-per-node", "3", "-m", "shoal", *arguments)
-    stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 0, stderr
+    world = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [begin(tmp_path, "shoal", *arguments, RANK=rank, LOCAL_RANK=rank, **world) for rank in "012"]
+    told = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], told
     result = result_of(tmp_path / "o")
     assert (result["workers"], result["steps"]) == (3, 40)
     assert (result["samples"], result["samples_left_out"]) == (80, 0)
-    assert stdout.count("test accuracy") == 2  # rank 0 alone shows the run
+    assert [out.count("test accuracy") for out, _ in told] == [2, 0, 0]  # rank 0 alone shows the run
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_ranks_draw_numbers_of_their_own() -> None:
 
 
 def test_a_helper_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    launcher = parent("sleep_forever", str(tmp_path))
+    launcher = parent("sleep_forever", str(tmp_path), loads=True)
     family = psutil.Process(launcher.pid).children(recursive=True)
     (helper,) = {rank.parent() for rank in family if rank.name().startswith("shoal rank")}
     assert helper is not None
@@ -145,7 +145,7 @@ def test_a_rank_that_starts_others_has_them_forked_from_the_same_helper(
 
 def test_ranks_of_a_rank_end_when_it_is_killed(tmp_path: Path) -> None:
     """Their parent in the system's table is the helper, which lives on."""
-    launcher = parent("conduct_forever", str(tmp_path), workers=1)
+    launcher = parent("conduct_forever", str(tmp_path), workers=1, loads=True)
     family = [psutil.Process(int(path.read_text())) for path in tmp_path.glob("rank*")]
     assert len(family) == 2
     os.kill(int((tmp_path / "conductor").read_text()), signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_the_helper_ends_with_its_launcher_and_not_later() -> None:
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_is_a_stop_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
     """As a Ctrl-C on the terminal, its end, and many a service manager send it: the helper must not die of it."""
-    launcher = parent("wait_for_stop", str(tmp_path))
+    launcher = parent("wait_for_stop", str(tmp_path), loads=True)
     family = psutil.Process(launcher.pid).children(recursive=True)
     os.killpg(launcher.pid, number)
     assert launcher.communicate(timeout=60) == ("stopped after step 3.\n", "")

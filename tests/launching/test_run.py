@@ -15,6 +15,7 @@ import pytest
 from shoal.errors import ConfigError, DivergedError, RunError
 from shoal.launching import RemoteError, ranks, run, stop_signals
 from shoal.launching.stopping import TOGETHER_SECONDS
+from tests.cli.commands import Begun, script
 from tests.launching import jobs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[str]:
     assert gone(tmp_path)
 
 
-def gone(folder: Path, seconds: float = 5.0) -> bool:
+def gone(folder: Path, seconds: float = 20.0) -> bool:
     pids = [int(path.read_text()) for path in folder.glob("rank*")]
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -113,8 +114,11 @@ def test_what_cannot_be_sent_to_the_ranks_is_refused() -> None:
         run(print, threading.Lock(), workers=2)
 
 
-def parent(function: str, folder: str, *, workers: int = 2) -> subprocess.Popen[str]:
-    """A launcher, in a group of its own, when two ranks work: its own, or those of its one rank."""
+def parent(function: str, folder: str, *, workers: int = 2, loads: bool = False) -> Begun:
+    """A launcher when two ranks work: its own, or those of its one rank.
+
+    `loads`: it and its helper load torch, as without tests; it is in a group of its own.
+    """
     code = (
         "import sys\n"
         "from shoal.errors import StoppedError\n"
@@ -128,14 +132,19 @@ def parent(function: str, folder: str, *, workers: int = 2) -> subprocess.Popen[
         "except KeyboardInterrupt:\n"
         "    sys.exit(131)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    deadline = time.monotonic() + 60
+    process: Begun
+    if loads:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+    else:
+        (Path(folder) / "launcher.py").write_text(code)
+        process = script(Path(folder), Path(folder) / "launcher.py", folder)
+    deadline = time.monotonic() + 90
     while len(list(Path(folder).glob("rank*"))) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     time.sleep(0.3)  # both are past their barrier
