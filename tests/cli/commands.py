@@ -68,7 +68,7 @@ def begin(folder: Path, module: str, *arguments: str, **variables: str) -> Begun
 
 def begin_printing(folder: Path, arguments: Sequence[str], printed: Path) -> Begun:
     """`shoal ARGUMENTS` in `folder`, with all that it prints in one file."""
-    return Command(folder, tuple(arguments), {**os.environ, "NO_COLOR": "1"}, printed)
+    return Command(folder, tuple(arguments), {**os.environ, "NO_COLOR": "1"}, (printed, printed))
 
 
 def program(folder: Path, module: str, *arguments: str, **variables: str) -> Begun:
@@ -87,6 +87,13 @@ def program(folder: Path, module: str, *arguments: str, **variables: str) -> Beg
 def script(folder: Path, path: Path, *arguments: str, **variables: str) -> Begun:
     """`python PATH ARGUMENTS` in `folder`, its torch loaded before."""
     return Command(folder, arguments, {**os.environ, **variables}, script=path)
+
+
+def load() -> None:
+    """Start the process of which the others are copies."""
+    with _own_server():
+        mp.get_context("forkserver").set_forkserver_preload(LOADED)
+        forkserver.ensure_running()
 
 
 def as_ranks(
@@ -119,13 +126,13 @@ class Command:
         folder: Path,
         arguments: tuple[str, ...],
         environment: Mapping[str, str],
-        printed: Path | None = None,
+        into: Sequence[Path] | None = None,
         *,
         script: Path | None = None,
         network: str | None = None,
     ) -> None:
         number = next(_numbers)
-        self._files = [printed or folder / f".printed-{number}-{name}" for name in ("out", "err")]
+        self._files = into or [folder / f".printed-{number}-{name}" for name in ("out", "err")]
         self._arguments = arguments
         with _own_server():
             context = mp.get_context("forkserver")

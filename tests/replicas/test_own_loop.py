@@ -23,6 +23,7 @@ from shoal.errors import ConfigError, RunError, ShoalError
 from shoal.exchanging.servers import shared_memory as shared
 from shoal.replicas.in_step import InStep
 from shoal.replicas.roll_call import Presence, replicas_of
+from tests.cli.commands import load
 from tests.exchanging.together import batch, network, sgd
 from tests.replicas.own_loop_cases import OPTIMIZERS, backward, in_groups, start_and_die
 from tests.replicas.worlds import said_of, world
@@ -37,6 +38,12 @@ EVERY = [
     ("downpour", {"servers": "threads"}),
     ("dasgd", {"sparse": "none", "decay": "none"}),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loaded() -> None:
+    """What the ranks are copies of stays when a test is over."""
+    load()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """A world of ranks that a test starts by hand, as srun would: none of them is ended because another was.
 
-    python -m tests.replicas.worlds CASE ...
-
-runs the cases of `own_loop_cases.py`, one after the other, on this rank, and prints a line of JSON for each.
+Each runs cases of `own_loop_cases.py`, one after the other, and prints a line of JSON for each.
 """
 
 import json
@@ -10,8 +8,7 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,30 +17,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "replicas" / "world_script.py"
 SECONDS = 100.0
 
 
 class Rank:
     """One process, and what it printed."""
 
-    def __init__(self, number: int, ranks: int, port: int, cases: Sequence[str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.replicas.worlds", *cases],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(number),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, number: int, ranks: int, port: int, cases: Sequence[str], pipes: Path) -> None:
+        from tests.cli.commands import Command  # which asks for `free_port`
+
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        world |= {"RANK": str(number), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        self._pipes = [pipes / f"{number}-{name}" for name in ("out", "err")]
+        for pipe in self._pipes:
+            os.mkfifo(pipe)
+        self.process = Command(ROOT, tuple(cases), {**os.environ, **world}, self._pipes, script=SCRIPT)
         self.said: dict[str, Any] = {}
         self.errors = ""
         self._heard = threading.Condition()
@@ -52,16 +41,16 @@ class Rank:
             thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                with self._heard:
-                    self.said |= json.loads(line)
-                    self._heard.notify_all()
+        with self._pipes[0].open() as printed:
+            for line in printed:
+                if line.startswith("{"):
+                    with self._heard:
+                        self.said |= json.loads(line)
+                        self._heard.notify_all()
 
     def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.errors = self.process.stderr.read()
+        with self._pipes[1].open() as printed:
+            self.errors = printed.read()
 
     def hear(self, case: str, seconds: float = SECONDS) -> Any:
         """What it says of a case, once it does."""
@@ -94,17 +83,15 @@ def free_port() -> int:
 def world(ranks: int, *cases: str) -> Iterator[list[Rank]]:
     """So many ranks that run these cases. No process outlives it."""
     port = free_port()
-    started = [Rank(number, ranks, port, cases) for number in range(ranks)]
-    try:
-        yield started
-    finally:
-        for rank in started:
-            if rank.process.poll() is None:
-                rank.process.send_signal(signal.SIGKILL)
-            rank.end()
-            for pipe in (rank.process.stdout, rank.process.stderr):
-                if pipe is not None:
-                    pipe.close()
+    with tempfile.TemporaryDirectory() as pipes:
+        started = [Rank(number, ranks, port, cases, Path(pipes)) for number in range(ranks)]
+        try:
+            yield started
+        finally:
+            for rank in started:
+                if rank.process.poll() is None:
+                    rank.process.send_signal(signal.SIGKILL)
+                rank.end()
 
 
 def said_of(ranks: int, *cases: str, seconds: float = SECONDS) -> list[dict[str, Any]]:
@@ -113,9 +100,3 @@ def said_of(ranks: int, *cases: str, seconds: float = SECONDS) -> list[dict[str,
         codes = [rank.end(seconds) for rank in started]
         assert codes == [0] * ranks, "\n".join(rank.errors for rank in started)
         return [rank.said for rank in started]
-
-
-if __name__ == "__main__":
-    from tests.replicas import own_loop_cases
-
-    own_loop_cases.run(sys.argv[1:])

@@ -51,9 +51,17 @@ def test_no_room_for_the_memory(on_ranks: RunOnRanks) -> None:
     assert on_ranks(3, host_cases.joined, "none") == ["a group"] * 3
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("fault", ["kill", "freeze"])
+MOMENTS = [(fault, workers, seed) for fault in ("kill", "freeze") for workers in (2, 3) for seed in range(3)]
+"""A freeze takes its time-out to be noticed: at one moment each, and at the others with --thorough."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "seed"),
+    [
+        pytest.param(*moment, marks=[pytest.mark.thorough] if moment[0] == "freeze" and moment[2] else [])
+        for moment in MOMENTS
+    ],
+)
 def test_a_rank_lost_at_any_moment_of_a_sum(
     folder: Path,
     fault: str,
