@@ -96,19 +96,20 @@ def joined(trouble: str) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     os.environ[one_host.SWITCH] = "memory"
-    before, host = os.posix_fallocate, one_host._host
+    before, host, patience = os.posix_fallocate, one_host._host, one_host.JOIN_SECONDS
     try:
         if trouble == "off" and rank == 1:
             del os.environ[one_host.SWITCH]
+        if trouble == "full":
+            one_host.JOIN_SECONDS = 3.0  # for which the others wait
         if trouble == "full" and rank == 0:
             os.posix_fallocate = no_room
         if trouble == "hosts":
             one_host._host = lambda: f"host {rank}"
-        patience = timedelta(seconds=8 if trouble == "full" else 20)  # the others wait for half of it
-        group = one_host.join(gather, rank, size, patience)
+        group = one_host.join(gather, rank, size, timedelta(seconds=20))
     finally:
         os.environ.pop(one_host.SWITCH, None)
-        os.posix_fallocate, one_host._host = before, host
+        os.posix_fallocate, one_host._host, one_host.JOIN_SECONDS = before, host, patience
     if isinstance(group, str):
         return group
     dist.barrier()
