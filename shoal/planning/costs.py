@@ -573,8 +573,8 @@ class CostModel:
         way = one_by_one_seconds if self.assumed.one_by_one else transfer_seconds
         seconds = passes * way(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
-        same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
-        memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])
+        same = _alike(have, need, ranks=1)
+        memory = np.where(same | have.everywhere, 0.0, tile[None, :])
         return seconds + passes * memory * self.speeds.copy_per_byte, memory
 
     def _forbidden(self, stages: Sequence[Stage]) -> list[Factor]:
@@ -619,14 +619,15 @@ def _shared(
     return seconds, memory
 
 
-def _alike(a: Boxes, b: Boxes) -> NDArray[np.bool_]:
-    """(cuts of a, cuts of b): whether all ranks have the same boxes."""
-    alike = np.ones((len(a.starts), len(b.starts)), dtype=bool)
-    for a_edges, b_edges in ((a.starts, b.starts), (a.stops, b.stops)):
-        first, second = a_edges.reshape(len(a_edges), -1), b_edges.reshape(len(b_edges), -1)
-        _, numbers = np.unique(np.concatenate([first, second]), axis=0, return_inverse=True)
-        numbers = numbers.reshape(-1)
-        alike &= numbers[: len(first), None] == numbers[None, len(first) :]
+def _alike(a: Boxes, b: Boxes, ranks: int | None = None) -> NDArray[np.bool_]:
+    """(cuts of a, cuts of b): whether all ranks have the same boxes; `ranks`: the first of them."""
+    known: dict[bytes, int] = {}
+    numbers = []
+    for boxes in (a, b):
+        edges = np.concatenate([boxes.starts[:, :ranks], boxes.stops[:, :ranks]], axis=2)
+        rows = np.ascontiguousarray(edges).reshape(len(edges), -1)
+        numbers.append(np.array([known.setdefault(row.tobytes(), len(known)) for row in rows]))
+    alike: NDArray[np.bool_] = numbers[0][:, None] == numbers[1][None]
     return alike
 
 

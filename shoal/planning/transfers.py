@@ -178,7 +178,7 @@ class _Product:
         """(some cuts of have, cuts of need, ranks)."""
         product: Singles | None = None
         for table, have, need in self.factors:
-            factor: Singles = table[have[part]][:, need]
+            factor: Singles = table[have[part]].take(need, axis=1)  # several times as fast as an index
             product = factor if product is None else np.multiply(product, factor, out=product)
         assert product is not None
         return product

@@ -85,7 +85,8 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
     if noise.random:
         return np.arange(ranks)
     features: dict[object, Ints] = {-1: np.array([round(noise.speeds.get(rank, 1.0) * 1e9) for rank in range(ranks)])}
-    meetings: dict[int, Bools] = {}
+    meetings: dict[bytes, Bools] = {}
+    """By who gets something from whom: many moves join the same ranks."""
     groupings: dict[object, Ints] = {}
     cards = [index for index in range(len(durations.cluster.levels)) if is_card(durations.cluster, index)]
     for index in cards:
@@ -96,13 +97,13 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
                 features[id(placed)] = durations.volumes(placed)
                 if over:  # ranks without rows of their own work on those of the others too
                     features[id(task)] = np.isin(np.arange(ranks), task.ranks).astype(np.int64)
-            case Moved(have=have):
+            case Moved():
                 flows = durations.flows(task.work)
                 features[id(flows.arriving)] = flows.arriving
                 for number, amounts in enumerate((*flows.received, *flows.sent)):
                     features[hash((id(flows), number))] = amounts
                 if task.kind == "move" and not task.work.back:
-                    meetings[hash((id(have), id(task.work.need)))] = flows.sources
+                    meetings[flows.packed.tobytes()] = flows.sources
             case Summed(groups=groups, bytes=sizes) | Gathered(groups=groups, bytes=sizes):
                 if groups not in groupings:
                     grouping = np.full(ranks, -1, dtype=np.int64)
