@@ -223,6 +223,8 @@ class _Lister:
 
     def owned(self, name: str, *, back: bool = False) -> Moved | None:
         """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
+        if self.homes[name] is self.program.states[name]:
+            return None
         pairs = list(zip(self.homes[name], self.program.states[name], strict=True))
         if all(home == use for home, use in pairs):
             return None
@@ -368,8 +370,7 @@ class _Lister:
     def _compute(
         self, kind: Kind, placed: Placed, *, of: int = 1, later: bool = False, after: tuple[int, ...] = ()
     ) -> None:
-        ranks = tuple(rank for rank, part in enumerate(placed.parts) if part is not None)
-        task = Task(kind, placed.layer.name, ranks, Kernel(placed, of), after)
+        task = Task(kind, placed.layer.name, placed.ranks, Kernel(placed, of), after)
         (self.later if later else self.tasks).append(task)
 
     def _move(self, label: str, work: Moved, *, waits: bool = False, states: tuple[str, ...] = ()) -> int:
@@ -381,27 +382,41 @@ class _Lister:
 
     def _layer_sums(self, placed: Placed, *, back: bool) -> None:
         """What crosses between the parts of one layer while it runs."""
-        name, local, parts = placed.layer.name, self.options.local_statistics, dict(placed.cut.degrees)
+        name = placed.layer.name
         if back and not (
             name in self.flowing if placed.copies else any(read in self.flowing for read in placed.layer.reads)
         ):
             return
-        first = next((part for part in placed.parts if part is not None), None)
-        if first is None:
-            return
         size = max(self.options.itemsize[name], SUMMED_BYTES)
-        for number, summed in enumerate(placed.rule.sums(placed.op, first, placed.cut_letters, parts, local=local)):
-            if not (summed.backward if back else summed.forward):
-                continue
-            sizes: dict[tuple[int, ...], int] = {}
-            for group in placed.groups(summed.over):
-                if group is not None and len(group) > 1 and group not in sizes:
-                    part = placed.parts[group[0]]
-                    assert part is not None
-                    of_part = placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local)
-                    sizes[group] = of_part[number].elements * size
-            if sizes:
-                self.tasks.append(_sum_task(name, sizes, waits=True))
+        for backward, forward, ranks, work in _sums_within(placed, size, local=self.options.local_statistics):
+            if backward if back else forward:
+                self.tasks.append(Task("sum", name, ranks, work, waits=True))
+
+
+def _sums_within(placed: Placed, size: int, *, local: bool) -> list[tuple[bool, bool, tuple[int, ...], Summed]]:
+    """(in backward, in forward, ranks, groups and bytes) of every sum within a layer; once for layers that are alike.
+
+    `size`: bytes of an element.
+    """
+    known: dict[object, list[tuple[bool, bool, tuple[int, ...], Summed]]] = placed.alike.setdefault("sums", {})
+    if (size, local) in known:
+        return known[size, local]
+    parts, found = dict(placed.cut.degrees), known.setdefault((size, local), [])
+    first = next((part for part in placed.parts if part is not None), None)
+    sums = () if first is None else placed.rule.sums(placed.op, first, placed.cut_letters, parts, local=local)
+    for number, summed in enumerate(sums):
+        sizes: dict[tuple[int, ...], int] = {}
+        for group in dict.fromkeys(placed.groups(summed.over)):
+            if group is not None and len(group) > 1:
+                part = placed.parts[group[0]]
+                assert part is not None
+                of_part = placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local)
+                sizes[group] = of_part[number].elements * size
+        if sizes:
+            task = _sum_task("", sizes, waits=True)
+            assert isinstance(task.work, Summed)
+            found.append((summed.backward, summed.forward, task.ranks, task.work))
+    return found
 
 
 def _sum_task(label: str, sizes: Mapping[tuple[int, ...], int], *, waits: bool, states: Sequence[str] = ()) -> Task:

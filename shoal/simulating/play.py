@@ -25,7 +25,7 @@ from shoal.simulating.classes import classes_of
 from shoal.simulating.collectives import Phase, is_card, unit_size
 from shoal.simulating.durations import Durations, Floats
 from shoal.simulating.flows import Bools, Ints
-from shoal.simulating.links import Agenda, Links
+from shoal.simulating.links import Agenda, Link, Links
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
     for task in durations.tasks.tasks:
         match task.work:
             case Kernel(placed=placed, over=over):
-                features[id(placed)] = durations.volumes(placed)
+                volumes = durations.volumes(placed)
+                features[id(volumes)] = volumes  # those that are alike have one array
                 if over:  # ranks without rows of their own work on those of the others too
                     features[id(task)] = np.isin(np.arange(ranks), task.ranks).astype(np.int64)
             case Moved():
@@ -168,7 +169,9 @@ class _Player:
         self.skew = max((level.skew for level in self.cluster.levels), default=0.0)
         self.steady = not self.contention and not noise.random
         self.units = [self._unit_classes(index) for index in range(len(self.cluster.levels))]
-        self.members = [_some(classes, task, self.count) for task in self.tasks]
+        some = {ranks: _some(classes, ranks, self.count) for ranks in {task.ranks for task in self.tasks}}
+        self.members = [some[task.ranks] for task in self.tasks]
+        self.computes = [task.resource == "compute" for task in self.tasks]
         self.seconds = [self._compute_seconds(task) for task in self.tasks]
         self.moves = [self._parties(task) if task.kind == "move" else None for task in self.tasks]
         self.known_groups: dict[object, list[_Group | None]] = {}
@@ -244,8 +247,8 @@ class _Player:
 
     def _links_of(
         self, group: Sequence[int], number_of: Ints, kinds: Sequence[tuple[int, ...]], phase: Phase
-    ) -> list[tuple[tuple[object, ...], float, int]]:
-        """(link, seconds alone, flows) of one phase, each kind of link once."""
+    ) -> list[tuple[Link, float, int]]:
+        """(link, seconds alone, flows) of one phase, both directions of each kind of link once."""
         links: dict[tuple[object, ...], tuple[float, int]] = {}
         own = kinds[int(number_of[group[0]])]
         for load in phase.loads:
@@ -260,7 +263,12 @@ class _Player:
                     first = rank // unit * unit
                     numbers = set(number_of[first : first + unit].tolist()) - {-1}
                     links[name] = load.card, sum(kinds[number] == own for number in numbers)
-        return [(name, seconds, flows) for name, (seconds, flows) in links.items() if seconds > 0]
+        return [
+            (self.links.link((direction, *name)), seconds, flows)
+            for name, (seconds, flows) in links.items()
+            if seconds > 0
+            for direction in ("out", "in")
+        ]
 
     # Walking
 
@@ -280,30 +288,33 @@ class _Player:
         Where nothing can change how long a task takes, the rank goes ahead of the agenda until others are concerned.
         """
         rank, length, ahead = self.ranks[number], len(self.tasks), False
-        while rank.place < self.length:
-            at = rank.place
+        tasks, members, starts, ends = self.tasks, self.members, self.starts, self.ends
+        while (at := rank.place) < self.length:
             index = at % length
             if not index and rank.begun < at:
                 rank.begun = at
                 self.agenda.note(now + self._overhead(), self._walker(number))
                 return
-            task = self.tasks[index]
-            if number not in self.members[index]:
+            if number not in members[index]:
                 rank.place += 1
                 continue
-            awaited = [at - index + other for other in task.after if not self._has(number, at - index + other)]
-            if ahead and (awaited or task.resource == "network"):
+            task, computes = tasks[index], self.computes[index]
+            awaited = task.after and [
+                at - index + other for other in task.after if not self._has(number, at - index + other)
+            ]
+            if ahead and (awaited or not computes):
                 self.agenda.note(now, self._walker(number))
                 return
-            if task.resource == "compute":
-                rank.missing = self._wait_for(number, awaited)
+            if computes:
+                rank.missing = self._wait_for(number, awaited) if awaited else 0
                 if rank.missing:
                     return
                 if self.steady:
-                    self.starts[at][number] = now
-                    now += self.seconds[index][number]
-                    rank.apart += self.seconds[index][number]
-                    self.ends[at][number] = now
+                    seconds = self.seconds[index][number]
+                    starts[at][number] = now
+                    now += seconds
+                    rank.apart += seconds
+                    ends[at][number] = now
                     rank.place += 1
                     ahead = True
                 elif self._compute(number, at, now):
@@ -418,7 +429,7 @@ class _Player:
         after = group.phases[phase].latency
         if not phase:
             after += self.skew * max(self.apart.get((at, number), 0.0) for number in group.classes)
-        left = 2 * len(links)
+        left = len(links)
 
         def through(then: float) -> None:
             nonlocal left
@@ -428,9 +439,8 @@ class _Player:
 
         if not links:
             through(now)
-        for name, seconds, flows in links:
-            for direction in ("out", "in"):
-                self.links.carry((direction, *name), seconds, flows, through)
+        for link, seconds, flows in links:
+            link.carry(seconds, flows, through)
 
     def _post_move(self, number: int, at: int, index: int, posted: set[int], now: float) -> None:
         parties = self.moves[index]
@@ -495,10 +505,10 @@ class _Group:
 
     classes: frozenset[int]
     phases: tuple[Phase, ...]
-    links: list[list[tuple[tuple[object, ...], float, int]]]
+    links: list[list[tuple[Link, float, int]]]
 
 
-def _some(classes: Ints, task: Task, count: int) -> frozenset[int]:
-    if len(task.ranks) == len(classes):
+def _some(classes: Ints, ranks: Sequence[int], count: int) -> frozenset[int]:
+    if len(ranks) == len(classes):
         return frozenset(range(count))
-    return frozenset(classes[list(task.ranks)].tolist())
+    return frozenset(classes[list(ranks)].tolist())
