@@ -207,7 +207,7 @@ class _Lister:
         )
         self.sums = _GradientSums(self)
         for name in program.states:
-            if (work := self.owned(name)) is not None:
+            if (work := _owned(program, self.homes, name, options)) is not None:
                 self.arriving[name] = self._move(FROM_OWNERS, work, states=(name,))
         for piece in pieces:
             self._forward(piece)
@@ -220,17 +220,6 @@ class _Lister:
         self._products()
         self._update()
         return Tasks(program, self.options, tuple(self.tasks), self.trainable, self.flowing, self.homes)
-
-    def owned(self, name: str, *, back: bool = False) -> Moved | None:
-        """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
-        if self.homes[name] is self.program.states[name]:
-            return None
-        pairs = list(zip(self.homes[name], self.program.states[name], strict=True))
-        if all(home == use for home, use in pairs):
-            return None
-        have = tuple(None if home == use else home for home, use in pairs)
-        need = tuple(None if home == use else use for home, use in pairs)
-        return Moved(have, need, False, self.options.itemsize[name], back)
 
     # Forward
 
@@ -432,13 +421,27 @@ def _gather_task(factors: Factors, itemsize: int) -> Task:
     return Task("sum", GRADIENTS, ranks, Gathered(groups, sizes), states=(factors.weight,))
 
 
+def _owned(
+    program: Program, homes: Mapping[str, Layout], name: str, options: StepOptions, *, back: bool = False
+) -> Moved | None:
+    """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
+    if homes[name] is program.states[name]:
+        return None
+    pairs = list(zip(homes[name], program.states[name], strict=True))
+    if all(home == use for home, use in pairs):
+        return None
+    have = tuple(None if home == use else home for home, use in pairs)
+    need = tuple(None if home == use else use for home, use in pairs)
+    return Moved(have, need, False, options.itemsize[name], back)
+
+
 class _GradientSums:
     """The buckets of all ranks, and moves to owners: which of them begin when backward of a layer is done."""
 
     def __init__(self, lister: _Lister) -> None:
         program, options = lister.program, lister.options
         self.states = frozenset(lister.trainable)
-        self._lister = lister
+        self._program, self._homes, self._options = program, lister.homes, options
         self._finished_by: dict[str, list[str]] = {}
         for state, layer in first_uses(program).items():
             if state in self.states:
@@ -457,7 +460,7 @@ class _GradientSums:
     def begun_by(self, layer: str) -> Iterator[Task]:
         """The sums whose last gradient is one of this layer's."""
         for state in self._finished_by.get(layer, ()):
-            if (work := self._lister.owned(state, back=True)) is not None:
+            if (work := _owned(self._program, self._homes, state, self._options, back=True)) is not None:
                 yield Task("move", TO_OWNERS, work.ranks, work, states=(state,))
             if state in self._factors:
                 yield _gather_task(self._factors[state], self._itemsize[state])

@@ -210,14 +210,15 @@ def _degrees_and_strides(cuts: Sequence[Cut], letter: str) -> tuple[Ints, Ints]:
     """For every cut its parts along a letter, and how far apart in ranks two that follow each other are."""
     found = []
     for candidate in cuts:
-        stride = candidate.parts
-        for other, degree in candidate.degrees:
-            stride //= degree
-            if other == letter:
-                found.append((degree, stride))
-                break
-        else:
-            found.append((1, 1))
+        own = (1, 1)
+        if letter:
+            stride = candidate.parts
+            for other, degree in candidate.degrees:
+                stride //= degree
+                if other == letter:
+                    own = degree, stride
+                    break
+        found.append(own)
     degrees, strides = np.array(found, dtype=np.int64).T
     return degrees, strides
 

@@ -55,7 +55,10 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
 
 
 def paired_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
-    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it."""
+    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it.
+
+    As everywhere here, all elements are there, once each, among the ranks of every cut of `have`.
+    """
     count, ranks = have.starts.shape[:2]
     seconds = np.zeros(count)
     if have.everywhere or not cluster.levels:

@@ -207,13 +207,22 @@ class _Player:
             units.append((kind, there))
         return units
 
-    def _parties(self, task: Task) -> tuple[list[list[int]], list[list[int]]]:
-        """By class: the classes that it gets something from, and those that it sends something to."""
+    def _parties(self, task: Task) -> "_Parties":
         assert isinstance(task.work, Moved)
-        sources = self.durations.flows(task.work).sources
-        return (
+        flows = self.durations.flows(task.work)
+        sources = flows.sources
+        gets, gives = (
+            [
+                [(level, amount) for level, amount in enumerate(levels) if amount]
+                for levels in amounts[:, self.first].T.tolist()
+            ]
+            for amounts in (flows.received, flows.sent)
+        )
+        return _Parties(
             [sorted(set(self.classes[sources[rank]].tolist())) for rank in self.first],
             [sorted(set(self.classes[sources[:, rank]].tolist())) for rank in self.first],
+            gets,
+            gives,
         )
 
     def _groups(self, task: Task) -> list["_Group | None"]:
@@ -445,7 +454,7 @@ class _Player:
     def _post_move(self, number: int, at: int, index: int, posted: set[int], now: float) -> None:
         parties = self.moves[index]
         assert parties is not None
-        sources, sinks = parties
+        sources, sinks = parties.sources, parties.sinks
         self.open[at, number] = self.open.get((at, number), 0) + 2 + len(sources[number])
         for other in (number, *sources[number], *sinks[number]):
             if other in posted:
@@ -461,9 +470,7 @@ class _Player:
         parties = self.moves[index]
         assert isinstance(work, Moved)
         assert parties is not None
-        flows = self.durations.flows(work)
-        amounts = (flows.received if direction == "in" else flows.sent)[:, self.first[number]].tolist()
-        flights = [(level, amount) for level, amount in enumerate(amounts) if amount]
+        flights = parties.gets[number] if direction == "in" else parties.gives[number]
         left = len(flights)
 
         def through(then: float) -> None:
@@ -473,7 +480,7 @@ class _Player:
                 return
             self._part_done(at, number, then)
             if direction == "out":
-                for other in parties[1][number]:
+                for other in parties.sinks[number]:
                     self._part_done(at, other, then)
 
         if not flights:
@@ -497,6 +504,20 @@ class _Player:
         self.open[at, number] = self.open.get((at, number), 0) - 1
         if not self.open[at, number] and number in self.posted[at]:
             self._done(at, number, now)
+
+
+@dataclass(frozen=True)
+class _Parties:
+    """Who takes part in a move, by class."""
+
+    sources: list[list[int]]
+    """The classes that it gets something from."""
+    sinks: list[list[int]]
+    """Those that it sends something to."""
+    gets: list[list[tuple[int, int]]]
+    """(level, elements) of all that comes over links."""
+    gives: list[list[tuple[int, int]]]
+    """The same of what it sends."""
 
 
 @dataclass(frozen=True)
