@@ -68,7 +68,7 @@ def find(
     memory: int | None = None,
     letters: str = DIMS,
 ) -> SearchResult:
-    """The plan with the shortest predicted step. Pure.
+    """The plan with the shortest predicted step. Pure; the garbage collector rests meanwhile.
 
     `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most;
     `letters`: the dims along which layers may be cut.
