@@ -7,7 +7,7 @@ dim of a layer goes. Parts are as even as possible and the longer ones come firs
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Self
@@ -131,7 +131,7 @@ class Cut:
         """A cut from numbers, in the usual order: `Cut.of(n=2, h=2)`; degrees of 1 are left out."""
         return cls(tuple((dim, degrees[dim]) for dim in DIMS if degrees.get(dim, 1) > 1))
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Ranks that the cut uses."""
         return prod(degree for _, degree in self.degrees)

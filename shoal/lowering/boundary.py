@@ -164,14 +164,24 @@ def samples(shape: Sequence[int], shares: Sequence[int], dim: int = 0) -> Layout
 
 def tiles(shape: Sequence[int], wanted: Cut, ranks: int, *, channels: str = "-") -> Layout:
     """A tensor cut as a layer is: by sample and in space, without halos; by channel as the letter `channels` is."""
-    names = [channels if letter == "c" else letter for letter in letters(len(shape))]
-    sizes = dict(zip(names, shape, strict=True))
-    fitted = wanted.at_most({letter: sizes.get(letter, 1) for letter, _ in wanted.degrees})
+    names = tile_letters(shape, channels)
+    fitted = tile_cut(shape, names, wanted)
     spans = [cut(size, fitted.degree(name)) for name, size in zip(names, shape, strict=True)]
     return tuple(
         None if seat is None else tuple(own[seat.get(name, 0)] for name, own in zip(names, spans, strict=True))
         for seat in fitted.seats(ranks)
     )
+
+
+def tile_letters(shape: Sequence[int], channels: str) -> list[str]:
+    """For every dim of a tensor the letter of a layer's cut that cuts it; `-` for one that is not cut."""
+    return [channels if letter == "c" else letter for letter in letters(len(shape))]
+
+
+def tile_cut(shape: Sequence[int], names: Sequence[str], wanted: Cut) -> Cut:
+    """What is left of a layer's cut for a tensor with these letters."""
+    sizes = dict(zip(names, shape, strict=True))
+    return wanted.at_most({letter: sizes.get(letter, 1) for letter, _ in wanted.degrees})
 
 
 def even_shares(batch: int, ranks: int) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ from shoal.operators.base import Axis, Facts, Need, Op, Part, Rule
 from shoal.operators.registry import WHOLE, facts_of, rule_for
 from shoal.partition import Box, Cut, Span, cut, whole
 
+PLACES_KEPT = 4
+"""Ways in which a layer was laid that it remembers."""
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -63,6 +66,30 @@ class Placed:
             boxes = (None if part is None else self.rule.writes(self.op, part) for part in self.parts)
             self.alike["writes"] = tuple(boxes)
         found: Layout = self.alike["writes"]
+        return found
+
+    def tiles(self, argument: str) -> tuple[Need | None, ...]:
+        """For every rank what it reads of one tensor argument; what is not padded says nothing of padding."""
+        known: dict[str, tuple[Need | None, ...]] = self.alike.setdefault("tiles", {})
+        if argument not in known:
+            needs = [needs.get(argument) for needs in self.needs]
+            known[argument] = tuple(Need(need.box) if need is not None and not need.padded else need for need in needs)
+        return known[argument]
+
+    def reads(self, argument: str) -> Layout:
+        """For every rank its box of one tensor argument, a parameter's above all."""
+        known: dict[str, Layout] = self.alike.setdefault("reads", {})
+        if argument not in known:
+            needs = (needs.get(argument) for needs in self.needs)
+            known[argument] = tuple(None if need is None else need.box for need in needs)
+        return known[argument]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that have a part."""
+        if "ranks" not in self.alike:
+            self.alike["ranks"] = tuple(rank for rank, part in enumerate(self.parts) if part is not None)
+        found: tuple[int, ...] = self.alike["ranks"]
         return found
 
     @cached_property
@@ -128,8 +155,19 @@ def depends_on_input(graph: LayerGraph) -> set[str]:
 def place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
     """Lay a layer over ranks. `everywhere`: it does not see the batch, so every rank computes it.
 
-    A cut that the layer cannot take is a `PlanError` that names the layer and the cuts that fit.
+    A cut that the layer cannot take is a `PlanError` that names the layer and the cuts that fit. Plans of one network
+    that are compared differ in few layers, so that a layer remembers the last few ways in which it was laid.
     """
+    known: dict[object, Placed] = op.worked_out.setdefault("placed", {})
+    key = (wanted, ranks, everywhere)
+    found = known.pop(key, None) or _place(op, wanted, ranks, everywhere=everywhere)
+    known[key] = found
+    for oldest in list(known)[:-PLACES_KEPT]:  # ranks may be threads, which share the layer
+        known.pop(oldest, None)
+    return found
+
+
+def _place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
     rule = rule_for(op)
     if everywhere or rule is WHOLE:
         return Placed(op, WHOLE, Cut(), ({},) * ranks, copies=True)
@@ -214,37 +252,42 @@ def state_layouts(layers: Sequence[Placed], graph: LayerGraph, ranks: int) -> di
     Layers that share a tensor must need the same box of it on each rank, and where one of them updates it, on the
     same ranks, so that all copies follow; else a `PlanError` names them.
     """
-    layouts: dict[str, list[Box | None]] = {name: [None] * ranks for name in graph.states}
-    first: dict[str, str] = {}
+    users: dict[str, list[tuple[Placed, str]]] = {}
     for placed in layers:
         for argument, reference in placed.layer.tensors:
-            if not isinstance(reference, State):
-                continue
-            layout = layouts[reference.name]
-            user = first.setdefault(reference.name, placed.layer.name)
-            for rank, needs in enumerate(placed.needs):
-                if argument not in needs:
-                    continue
-                box = needs[argument].box
-                if layout[rank] not in (None, box):
-                    raise PlanError(
-                        f"layers {user!r} and {placed.layer.name!r} share {reference.name!r} but are cut so that "
-                        "they need different parts of it.",
-                        "Give both layers the same cut. Where one of them runs whole, cut the other by n, d, h or w.",
-                    )
-                layout[rank] = box
+            if isinstance(reference, State):
+                users.setdefault(reference.name, []).append((placed, argument))
+    layouts = {name: _shared_layout(name, found) for name, found in users.items()}
     for placed in layers:
         for argument in placed.updates:
             name = placed.op[argument].name
-            if [box is not None for box in layouts[name]] != [argument in needs for needs in placed.needs]:
+            own = placed.reads(argument)
+            if own is not layouts[name] and [box is None for box in layouts[name]] != [box is None for box in own]:
                 raise PlanError(
                     f"layer {placed.layer.name!r} updates {name!r}, which it and other layers share, on some of their "
                     "ranks only.",
                     "Give the layers that share it the same cut.",
                 )
-    for name in graph.states.keys() - first.keys():  # used by no layer: every rank keeps it
-        layouts[name] = [whole(graph.states[name].shape)] * ranks
-    return {name: tuple(layout) for name, layout in layouts.items()}
+    # What no layer uses, every rank keeps.
+    return {
+        name: layouts[name] if name in layouts else (whole(spec.shape),) * ranks for name, spec in graph.states.items()
+    }
+
+
+def _shared_layout(state: str, users: Sequence[tuple[Placed, str]]) -> Layout:
+    """The box of a state that each rank holds for the layers that use it."""
+    (first, argument), *others = users
+    layout = first.reads(argument)
+    for placed, argument in others:
+        boxes = placed.reads(argument)
+        if any(None not in (held, own) and held != own for held, own in zip(layout, boxes, strict=True)):
+            raise PlanError(
+                f"layers {first.layer.name!r} and {placed.layer.name!r} share {state!r} but are cut so that "
+                "they need different parts of it.",
+                "Give both layers the same cut. Where one of them runs whole, cut the other by n, d, h or w.",
+            )
+        layout = tuple(own if held is None else held for held, own in zip(layout, boxes, strict=True))
+    return layout
 
 
 def sharers(layout: Layout) -> dict[Box, tuple[int, ...]]:

@@ -188,6 +188,7 @@ class Program:
         counts = Counter(fetch.value for fetch in fetches)
         settled = {settle.value for settle in self.instructions if isinstance(settle, Settle)}
         links: dict[int, tuple[int, int]] = {}
+        linked: set[int] = set()
         for fetch in fetches:
             if not fetch.identity or counts[fetch.value] > 1 or len(readers.get(fetch.key, ())) != 1:
                 continue
@@ -203,8 +204,9 @@ class Program:
                 continue
             if producer.placed.rule.apart and self.crossing & set(producer.sources.values()):
                 continue
-            if not any(other == reader for _, other in links.values()):  # a chain, not a tree
+            if reader not in linked:  # a chain, not a tree
                 links[fetch.key] = (made[fetch.value], reader)
+                linked.add(reader)
         return links
 
     def links_within(self, pieces: Iterable[range]) -> tuple[dict[int, int], frozenset[int]]:
@@ -257,6 +259,17 @@ class Program:
             for argument in instruction.placed.updates
         ]
         return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def first_uses(self) -> Mapping[str, str]:
+        """As the function has it."""
+        first: dict[str, str] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction, Compute) and instruction.placed.layer.name in self.learning:
+                for _, reference in instruction.placed.layer.tensors:
+                    if isinstance(reference, State):
+                        first.setdefault(reference.name, instruction.placed.layer.name)
+        return first
 
     def behind(self, outputs: Iterable[str]) -> frozenset[str]:
         """The values that these results are made of, themselves included."""
@@ -314,13 +327,13 @@ class _Compiler:
         self.layouts: dict[str, Layout] = dict(inputs.layouts)
         self.copies: set[str] = set(inputs.copies)
         self.instructions: list[Instruction] = []
-        self.known: dict[tuple[str, tuple[Need | None, ...]], Fetch] = {}
+        self.known: dict[str, list[Fetch]] = {}
 
     def add(self, placed: Placed) -> None:
         sources = {}
         for argument, reference in placed.layer.tensors:
             if isinstance(reference, Value):
-                tiles = tuple(needs.get(argument) for needs in placed.needs)
+                tiles = placed.tiles(argument)
                 if any(tile is not None for tile in tiles):
                     sources[argument] = self.fetch(reference.name, tiles, placed.layer.name).key
         self.instructions.append(Compute(placed, sources))
@@ -332,19 +345,23 @@ class _Compiler:
             self.instructions.append(Settle(len(self.instructions), name, placed.writes, placed.owns))
 
     def fetch(self, value: str, tiles: tuple[Need | None, ...], reader: str) -> Fetch:
-        """The instruction that brings `value` to `tiles`; one that several readers share is added once."""
-        tiles = tuple(Need(tile.box) if tile is not None and not tile.padded else tile for tile in tiles)
-        if (value, tiles) in self.known:
-            return self.known[value, tiles]
+        """The instruction that brings `value` to `tiles`; one that several readers share is added once.
+
+        `tiles`: with padding only where there is some.
+        """
+        known = self.known.setdefault(value, [])
+        for fetch in known:  # few, which differ early: to hash the tiles of many ranks takes longer
+            if fetch.tiles == tiles:
+                return fetch
         have = self.layouts[value]
         boxes = tuple(None if tile is None else tile.box for tile in tiles)
-        identity = not any(tile is not None and tile.padded for tile in tiles) and (
+        identity = not any(tile is not None and tile.pad for tile in tiles) and (
             boxes == have
             if value not in self.copies
             else all(box is None or box == held for box, held in zip(boxes, have, strict=True))
         )
         fetch = Fetch(len(self.instructions), value, have, tiles, value in self.copies, reader, identity)
-        self.known[value, tiles] = fetch
+        known.append(fetch)
         self.instructions.append(fetch)
         return fetch
 
@@ -357,7 +374,7 @@ def _by_index(last: Mapping[K, int]) -> dict[int, list[K]]:
 
 
 def _within(inner: Box, outer: Box | None) -> bool:
-    return outer is not None and all(a & b == a for a, b in zip(inner, outer, strict=True))
+    return outer is not None and all(b.start <= a.start and a.stop <= b.stop for a, b in zip(inner, outer, strict=True))
 
 
 def _tiles(layout: Layout) -> tuple[Need | None, ...]:
@@ -369,13 +386,7 @@ def first_uses(program: Program) -> dict[str, str]:
 
     A state that only layers without a gradient use has none.
     """
-    first: dict[str, str] = {}
-    for instruction in program.instructions:
-        if isinstance(instruction, Compute) and instruction.placed.layer.name in program.learning:
-            for _, reference in instruction.placed.layer.tensors:
-                if isinstance(reference, State):
-                    first.setdefault(reference.name, instruction.placed.layer.name)
-    return first
+    return dict(program.first_uses)
 
 
 def state_homes(training: Program, evaluation: Program) -> dict[str, Layout]:

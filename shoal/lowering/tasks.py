@@ -207,7 +207,7 @@ class _Lister:
         )
         self.sums = _GradientSums(self)
         for name in program.states:
-            if (work := self.owned(name)) is not None:
+            if (work := _owned(program, self.homes, name, options)) is not None:
                 self.arriving[name] = self._move(FROM_OWNERS, work, states=(name,))
         for piece in pieces:
             self._forward(piece)
@@ -220,15 +220,6 @@ class _Lister:
         self._products()
         self._update()
         return Tasks(program, self.options, tuple(self.tasks), self.trainable, self.flowing, self.homes)
-
-    def owned(self, name: str, *, back: bool = False) -> Moved | None:
-        """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
-        pairs = list(zip(self.homes[name], self.program.states[name], strict=True))
-        if all(home == use for home, use in pairs):
-            return None
-        have = tuple(None if home == use else home for home, use in pairs)
-        need = tuple(None if home == use else use for home, use in pairs)
-        return Moved(have, need, False, self.options.itemsize[name], back)
 
     # Forward
 
@@ -368,8 +359,7 @@ class _Lister:
     def _compute(
         self, kind: Kind, placed: Placed, *, of: int = 1, later: bool = False, after: tuple[int, ...] = ()
     ) -> None:
-        ranks = tuple(rank for rank, part in enumerate(placed.parts) if part is not None)
-        task = Task(kind, placed.layer.name, ranks, Kernel(placed, of), after)
+        task = Task(kind, placed.layer.name, placed.ranks, Kernel(placed, of), after)
         (self.later if later else self.tasks).append(task)
 
     def _move(self, label: str, work: Moved, *, waits: bool = False, states: tuple[str, ...] = ()) -> int:
@@ -381,27 +371,41 @@ class _Lister:
 
     def _layer_sums(self, placed: Placed, *, back: bool) -> None:
         """What crosses between the parts of one layer while it runs."""
-        name, local, parts = placed.layer.name, self.options.local_statistics, dict(placed.cut.degrees)
+        name = placed.layer.name
         if back and not (
             name in self.flowing if placed.copies else any(read in self.flowing for read in placed.layer.reads)
         ):
             return
-        first = next((part for part in placed.parts if part is not None), None)
-        if first is None:
-            return
         size = max(self.options.itemsize[name], SUMMED_BYTES)
-        for number, summed in enumerate(placed.rule.sums(placed.op, first, placed.cut_letters, parts, local=local)):
-            if not (summed.backward if back else summed.forward):
-                continue
-            sizes: dict[tuple[int, ...], int] = {}
-            for group in placed.groups(summed.over):
-                if group is not None and len(group) > 1 and group not in sizes:
-                    part = placed.parts[group[0]]
-                    assert part is not None
-                    of_part = placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local)
-                    sizes[group] = of_part[number].elements * size
-            if sizes:
-                self.tasks.append(_sum_task(name, sizes, waits=True))
+        for backward, forward, ranks, work in _sums_within(placed, size, local=self.options.local_statistics):
+            if backward if back else forward:
+                self.tasks.append(Task("sum", name, ranks, work, waits=True))
+
+
+def _sums_within(placed: Placed, size: int, *, local: bool) -> list[tuple[bool, bool, tuple[int, ...], Summed]]:
+    """(in backward, in forward, ranks, groups and bytes) of every sum within a layer; once for layers that are alike.
+
+    `size`: bytes of an element.
+    """
+    known: dict[object, list[tuple[bool, bool, tuple[int, ...], Summed]]] = placed.alike.setdefault("sums", {})
+    if (size, local) in known:
+        return known[size, local]
+    parts, found = dict(placed.cut.degrees), known.setdefault((size, local), [])
+    first = next((part for part in placed.parts if part is not None), None)
+    sums = () if first is None else placed.rule.sums(placed.op, first, placed.cut_letters, parts, local=local)
+    for number, summed in enumerate(sums):
+        sizes: dict[tuple[int, ...], int] = {}
+        for group in dict.fromkeys(placed.groups(summed.over)):
+            if group is not None and len(group) > 1:
+                part = placed.parts[group[0]]
+                assert part is not None
+                of_part = placed.rule.sums(placed.op, part, placed.cut_letters, parts, local=local)
+                sizes[group] = of_part[number].elements * size
+        if sizes:
+            task = _sum_task("", sizes, waits=True)
+            assert isinstance(task.work, Summed)
+            found.append((summed.backward, summed.forward, task.ranks, task.work))
+    return found
 
 
 def _sum_task(label: str, sizes: Mapping[tuple[int, ...], int], *, waits: bool, states: Sequence[str] = ()) -> Task:
@@ -417,13 +421,27 @@ def _gather_task(factors: Factors, itemsize: int) -> Task:
     return Task("sum", GRADIENTS, ranks, Gathered(groups, sizes), states=(factors.weight,))
 
 
+def _owned(
+    program: Program, homes: Mapping[str, Layout], name: str, options: StepOptions, *, back: bool = False
+) -> Moved | None:
+    """A state's rows from their owners to all that read them, or its gradient's `back`; None where nothing is."""
+    if homes[name] is program.states[name]:
+        return None
+    pairs = list(zip(homes[name], program.states[name], strict=True))
+    if all(home == use for home, use in pairs):
+        return None
+    have = tuple(None if home == use else home for home, use in pairs)
+    need = tuple(None if home == use else use for home, use in pairs)
+    return Moved(have, need, False, options.itemsize[name], back)
+
+
 class _GradientSums:
     """The buckets of all ranks, and moves to owners: which of them begin when backward of a layer is done."""
 
     def __init__(self, lister: _Lister) -> None:
         program, options = lister.program, lister.options
         self.states = frozenset(lister.trainable)
-        self._lister = lister
+        self._program, self._homes, self._options = program, lister.homes, options
         self._finished_by: dict[str, list[str]] = {}
         for state, layer in first_uses(program).items():
             if state in self.states:
@@ -442,7 +460,7 @@ class _GradientSums:
     def begun_by(self, layer: str) -> Iterator[Task]:
         """The sums whose last gradient is one of this layer's."""
         for state in self._finished_by.get(layer, ()):
-            if (work := self._lister.owned(state, back=True)) is not None:
+            if (work := _owned(self._program, self._homes, state, self._options, back=True)) is not None:
                 yield Task("move", TO_OWNERS, work.ranks, work, states=(state,))
             if state in self._factors:
                 yield _gather_task(self._factors[state], self._itemsize[state])

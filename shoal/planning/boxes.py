@@ -12,11 +12,12 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.lowering.boundary import tile_cut, tile_letters
 from shoal.lowering.placement import place
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Op, Part
 from shoal.operators.registry import WHOLE, rule_for
-from shoal.partition import Box, Cut, Span, cut, volume
+from shoal.partition import Box, Cut, Span, cut, volume, whole
 
 Ints = NDArray[np.int64]
 
@@ -54,7 +55,7 @@ def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
     if all(plain):
         return _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
     summing = [candidate for candidate, is_plain in zip(cuts, plain, strict=True) if not is_plain]
-    partial = _from_layouts([place(op, candidate, ranks, everywhere=False).owns for candidate in summing], len(op.out))
+    partial = _divided(op, summing, ranks, summed)
     starts = np.zeros((len(cuts), *partial.starts.shape[1:]), dtype=np.int64)
     stops = np.zeros_like(starts)
     mask = np.array(plain)
@@ -63,6 +64,28 @@ def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
         rest = [candidate for candidate, is_plain in zip(cuts, plain, strict=True) if is_plain]
         whole = _boxes(op, rest, ranks, lambda part: rule.writes(op, part))
         starts[mask], stops[mask] = whole.starts, whole.stops
+    return Boxes(starts, stops, None, None, None)
+
+
+def _divided(op: Op, cuts: Sequence[Cut], ranks: int, summed: set[str]) -> Boxes:
+    """Each box among the ranks that hold partial sums of it, as `Placed.owns` does it, of all cuts at once."""
+    rule = rule_for(op)
+    partial = _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
+    numbers, holders = _degrees_and_strides(cuts, next(iter(summed)))
+    if len(summed) > 1 or partial.copies is None or (partial.copies != numbers).any():  # others hold the same box too
+        return _from_layouts([place(op, candidate, ranks, everywhere=False).owns for candidate in cuts], len(op.out))
+    sizes = partial.stops - partial.starts
+    longest = sizes.argmax(axis=2)[:, :, None]
+    length = np.take_along_axis(sizes, longest, axis=2)[:, :, 0]
+    number = np.arange(ranks)[None] // holders[:, None] % numbers[:, None]
+    pieces = np.minimum(numbers[:, None], length)
+    even, longer = np.divmod(length, np.maximum(pieces, 1))
+    starts, stops = partial.starts.copy(), partial.stops.copy()
+    first = np.take_along_axis(starts, longest, axis=2)[:, :, 0]
+    for edges, index in ((starts, number), (stops, number + 1)):
+        cut_here = first + index * even + np.minimum(index, longer)
+        np.put_along_axis(edges, longest, cut_here[:, :, None], axis=2)
+        edges[number >= pieces] = 0
     return Boxes(starts, stops, None, None, None)
 
 
@@ -141,8 +164,8 @@ def _governing(base: Box | None, single: Mapping[tuple[str, int], Sequence[Box |
             if box is None:
                 silent.add(letter)
                 continue
-            for dim, (span, whole) in enumerate(zip(box, base, strict=True)):
-                if span != whole and governs.setdefault(dim, letter) != letter:
+            for dim, (span, everything) in enumerate(zip(box, base, strict=True)):
+                if span != everything and governs.setdefault(dim, letter) != letter:
                     return None
     if silent - set(governs.values()):
         return None
@@ -187,14 +210,15 @@ def _degrees_and_strides(cuts: Sequence[Cut], letter: str) -> tuple[Ints, Ints]:
     """For every cut its parts along a letter, and how far apart in ranks two that follow each other are."""
     found = []
     for candidate in cuts:
-        stride = candidate.parts
-        for other, degree in candidate.degrees:
-            stride //= degree
-            if other == letter:
-                found.append((degree, stride))
-                break
-        else:
-            found.append((1, 1))
+        own = (1, 1)
+        if letter:
+            stride = candidate.parts
+            for other, degree in candidate.degrees:
+                stride //= degree
+                if other == letter:
+                    own = degree, stride
+                    break
+        found.append(own)
     degrees, strides = np.array(found, dtype=np.int64).T
     return degrees, strides
 
@@ -245,6 +269,19 @@ def _from_layouts(layouts: Sequence[Layout], dims: int) -> Boxes:
                 starts[number, rank] = [span.start for span in box] or [0]
                 stops[number, rank] = [max(span.stop, span.start) for span in box] or [1]
     return Boxes(starts, stops, None, None, None)
+
+
+def tile_boxes(shape: Sequence[int], cuts: Sequence[Cut], ranks: int, *, channels: str = "-") -> Boxes:
+    """As `boundary.tiles`, of many cuts at once."""
+    names, box = tile_letters(shape, channels), whole(shape)
+    fitted = [tile_cut(shape, names, wanted) for wanted in cuts]
+    governs = {dim: letter for dim, letter in enumerate(names) if letter != "-"}
+    single = {
+        (letter, degree): [(*box[:dim], span, *box[dim + 1 :]) for span in cut(shape[dim], degree)]
+        for dim, letter in governs.items()
+        for degree in sorted({candidate.degree(letter) for candidate in fitted} - {1})
+    }
+    return _composed(fitted, ranks, single, box, governs)
 
 
 def layouts_boxes(layouts: Sequence[Layout]) -> Boxes:

@@ -29,12 +29,12 @@ from shoal.lowering.factors import Factors, over_rows
 from shoal.lowering.owners import LEAST_ELEMENTS, OptimizerState
 from shoal.lowering.placement import signature
 from shoal.lowering.step_traffic import SUMMED_BYTES
-from shoal.operators.base import Op, Part
+from shoal.operators.base import Need, Op, Part
 from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.plan import FactorsOption
 from shoal.planning.assumed import Assumed, one_by_one_seconds, paired_one_by_one_seconds, server_seconds
-from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes
+from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, padding_boxes, tile_boxes
 from shoal.planning.cost_tables import Factor
 from shoal.planning.factors import LEAST_BYTES, Ways
 from shoal.planning.stages import Stage
@@ -85,7 +85,7 @@ class PartWork:
     settled: tuple[int, float, str]
     """The same of partial results."""
     shards: tuple[tuple[float, str | None], ...]
-    """As `CostModel.shards` has them."""
+    """(bytes of its shard, the letters in which ranks that hold the same one differ; None: all ranks), by parameter."""
     factors: tuple[float, float] | None
     """Where the first shard's gradient could come from factors: the bytes that rank 0 sends to each of the others, and
     what multiplying the rows of all ranks takes beyond its own."""
@@ -186,9 +186,9 @@ class CostModel:
     _transfers: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
     _stage_costs: dict[object, StageCost] = field(default_factory=dict)
     _groupings: dict[object, Grouping] = field(default_factory=dict)
-    _parts: dict[object, PartWork] = field(default_factory=dict)
+    _parts: dict[object, dict[object, PartWork]] = field(default_factory=dict)
+    """By what makes layers alike, and then by the degrees of the cut; `_rows` too."""
     _rows: dict[object, dict[object, tuple[float, ...]]] = field(default_factory=dict)
-    """By what makes layers alike, and then by the degrees of the cut."""
     _kinds: dict[str, int] = field(default_factory=dict)
 
     def tables(self, stages: Sequence[Stage]) -> CostTables:
@@ -246,11 +246,12 @@ class CostModel:
     def _choice_costs(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
         totals = np.zeros((len(stage.choices), 6))
         for position, op in enumerate(stage.ops):
-            rows, known = [], self._rows.setdefault(self._alike(op, flowing), {})
+            rows, alike = [], self._alike(op, flowing)
+            known = self._rows.setdefault(alike, {})
             for choice in stage.choices:
                 degrees = choice[position].degrees
                 if degrees not in known:
-                    known[degrees] = self._row(op, choice[position], flowing)
+                    known[degrees] = self._row(op, choice[position], flowing, alike)
                 rows.append(known[degrees])
             totals += np.array(rows, dtype=np.float64)
         costs = StageCost(*np.ascontiguousarray(totals.T))
@@ -258,9 +259,9 @@ class CostModel:
             costs.sums[:] += self._within(stage, position, flowing)
         return costs
 
-    def _row(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> tuple[float, ...]:
-        """What a layer under a cut adds to each field of its stage's `StageCost`."""
-        part = self._part_work(op, chosen, flowing)
+    def _row(self, op: Op, chosen: Cut, flowing: frozenset[str], alike: object) -> tuple[float, ...]:
+        """What a layer under a cut adds to each field of its stage's `StageCost`; `alike`: as `_alike` has it."""
+        part = self._part_work(op, chosen, flowing, alike)
         gradients, product = self._gradients(part, chosen)
         return (
             part.compute + product,
@@ -271,12 +272,12 @@ class CostModel:
             part.memory,
         )
 
-    def _part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
+    def _part_work(self, op: Op, chosen: Cut, flowing: frozenset[str], alike: object) -> "PartWork":
         """What rank 0 does of a layer, whatever the order of the cut's letters; once for layers that are alike."""
-        key = (self._alike(op, flowing), frozenset(chosen.degrees))
-        if key not in self._parts:
-            self._parts[key] = self._find_part_work(op, chosen, flowing)
-        return self._parts[key]
+        known, degrees = self._parts.setdefault(alike, {}), frozenset(chosen.degrees)
+        if degrees not in known:
+            known[degrees] = self._find_part_work(op, chosen, flowing)
+        return known[degrees]
 
     def _alike(self, op: Op, flowing: frozenset[str]) -> tuple[object, ...]:
         """The same for layers that cost the same under the same cuts."""
@@ -297,19 +298,20 @@ class CostModel:
     def _find_part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
         part, rule, parts = first_part(op, chosen), rule_for(op), dict(chosen.degrees)
         letters, flows = frozenset(parts), op.layer.name in flowing
+        needs, written = rule.needs(op, part), volume(rule.writes(op, part))
         layer_sums, settled, summed = [], 0.0, ""
         if rule is not WHOLE and parts:
             for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
                 passes = layer_sum.forward + (layer_sum.backward and flows)
                 layer_sums.append((passes, layer_sum.elements * max(self.itemsize, SUMMED_BYTES), layer_sum.over))
             summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
-            settled = float(volume(rule.writes(op, part)) * self.itemsize) if summed else 0.0
-        shards = self.shards(op, part, chosen)
+            settled = float(written * self.itemsize) if summed else 0.0
+        shards = self._shards(op, needs, chosen)
         held, stepped = sum(size for size, _ in shards), sum(self._stepped(size, chosen, by) for size, by in shards)
         return PartWork(
             compute=self.kernel(op, part, chosen, flowing).total + self.speeds.layer_overhead,
             update=stepped * self.speeds.update_per_byte,
-            memory=held + stepped * (1 + self.optimizer_slots) + self.kept_bytes(op, part, flowing),
+            memory=held + stepped * (1 + self.optimizer_slots) + self._kept_bytes(op, written, flowing),
             sums=tuple(layer_sums),
             settled=((1 + flows) * bool(summed), settled, summed),
             shards=tuple(shards),
@@ -376,7 +378,10 @@ class CostModel:
     def ways(self, factors: Factors) -> Ways | None:
         """Both ways to a weight's gradient under the cut that its layer has; None where it is summed in any case."""
         placed = factors.placed
-        return self._both_ways(self._part_work(placed.op, placed.cut, self.flowing()), placed.cut)
+        flowing = self.flowing()
+        return self._both_ways(
+            self._part_work(placed.op, placed.cut, flowing, self._alike(placed.op, flowing)), placed.cut
+        )
 
     def _sums_of(self, part: "PartWork", chosen: Cut) -> float:
         """Seconds of what crosses between the parts of one layer while it runs, both passes, and of partial results."""
@@ -435,13 +440,13 @@ class CostModel:
         bucket = max(size, float(self.bucket_bytes))
         return self.adding.seconds(bucket, group.shape, group.sharing, in_layer=False) * size / bucket if size else 0.0
 
-    def shards(self, op: Op, part: Part, chosen: Cut) -> list[tuple[float, str | None]]:
-        """(bytes of the first rank's shard, the letters in which those that hold it differ; None: all ranks)."""
+    def _shards(self, op: Op, needs: Mapping[str, Need], chosen: Cut) -> list[tuple[float, str | None]]:
+        """As `PartWork` has them."""
         rule = rule_for(op)
         shards: list[tuple[float, str | None]] = []
-        needs = rule.needs(op, part)
+        updates = facts_of(op.layer.op).updates(op.layer)
         for argument, reference in op.layer.tensors:
-            if not isinstance(reference, State) or argument in facts_of(op.layer.op).updates(op.layer):
+            if not isinstance(reference, State) or argument in updates:
                 continue
             need = needs.get(argument)
             if need is None or not self.graph.states[reference.name].differentiable:
@@ -450,11 +455,10 @@ class CostModel:
             shards.append((float(volume(need.box) * self.itemsize), None if rule is WHOLE else alike))
         return shards
 
-    def kept_bytes(self, op: Op, part: Part, flowing: frozenset[str]) -> float:
-        """Bytes of a layer's output that live until backward, on the rank with the largest part."""
+    def _kept_bytes(self, op: Op, elements: int, flowing: frozenset[str]) -> float:
+        """Bytes of a layer's output that live until backward, of what the rank with the largest part writes."""
         if op.layer.name not in flowing:
             return 0.0
-        elements = volume(rule_for(op).writes(op, part))
         kept = elements * self.itemsize if op.layer.name in self._kept else 0
         return float(kept + elements * facts_of(op.layer.op).index_bytes)
 
@@ -507,7 +511,7 @@ class CostModel:
         if self.boundary.io == "tile" and reader is not None:
             argument = next(argument for argument, read in stages[reader].reads if read == value)
             cuts = [choice[0] for choice in stages[reader].choices]
-            have = layouts_boxes([tiles(spec.shape, cut, self.ranks, channels="k") for cut in cuts])
+            have = tile_boxes(spec.shape, cuts, self.ranks, channels="k")
             need = needed_boxes(stages[reader].ops[0], argument, cuts, self.ranks)
             edges.append(Edge(value, None, (reader,), *self._paired(have, need, 1)))
         if self.losses and self.boundary.io == "tile":
@@ -516,8 +520,10 @@ class CostModel:
         for index, stage in enumerate(stages):
             for output in set(self.graph.outputs) & {stage.output}:
                 cuts = [choice[-1] for choice in stage.choices]
-                tiled = [tiles(self.graph.specs[output].shape, cut, self.ranks) for cut in cuts]
-                need = layouts_boxes([self.boundary.output(self.graph, output, shares, own) for own in tiled])
+                shape = self.graph.specs[output].shape
+                tiled = tiles(shape, cuts[0], self.ranks)
+                wanted = self.boundary.output(self.graph, output, shares, tiled)
+                need = tile_boxes(shape, cuts, self.ranks) if wanted is tiled else layouts_boxes([wanted] * len(cuts))
                 have = owned_boxes(stage.ops[-1], cuts, self.ranks)
                 edges.append(Edge(output, None, (index,), *self._paired(have, need, 1 + (output in flowing))))
         return edges
@@ -567,8 +573,8 @@ class CostModel:
         way = one_by_one_seconds if self.assumed.one_by_one else transfer_seconds
         seconds = passes * way(have, need, self.itemsize, self.speeds.cluster)
         tile = need.volumes[:, 0].astype(np.float64) * self.itemsize
-        same = (have.starts[:, None, 0] == need.starts[None, :, 0]) & (have.stops[:, None, 0] == need.stops[None, :, 0])
-        memory = np.where(same.all(axis=2) | have.everywhere, 0.0, tile[None, :])
+        same = _alike(have, need, ranks=1)
+        memory = np.where(same | have.everywhere, 0.0, tile[None, :])
         return seconds + passes * memory * self.speeds.copy_per_byte, memory
 
     def _forbidden(self, stages: Sequence[Stage]) -> list[Factor]:
@@ -613,14 +619,15 @@ def _shared(
     return seconds, memory
 
 
-def _alike(a: Boxes, b: Boxes) -> NDArray[np.bool_]:
-    """(cuts of a, cuts of b): whether all ranks have the same boxes."""
-    alike = np.ones((len(a.starts), len(b.starts)), dtype=bool)
-    for a_edges, b_edges in ((a.starts, b.starts), (a.stops, b.stops)):
-        first, second = a_edges.reshape(len(a_edges), -1), b_edges.reshape(len(b_edges), -1)
-        _, numbers = np.unique(np.concatenate([first, second]), axis=0, return_inverse=True)
-        numbers = numbers.reshape(-1)
-        alike &= numbers[: len(first), None] == numbers[None, len(first) :]
+def _alike(a: Boxes, b: Boxes, ranks: int | None = None) -> NDArray[np.bool_]:
+    """(cuts of a, cuts of b): whether all ranks have the same boxes; `ranks`: the first of them."""
+    known: dict[bytes, int] = {}
+    numbers = []
+    for boxes in (a, b):
+        edges = np.concatenate([boxes.starts[:, :ranks], boxes.stops[:, :ranks]], axis=2)
+        rows = np.ascontiguousarray(edges).reshape(len(edges), -1)
+        numbers.append(np.array([known.setdefault(row.tobytes(), len(known)) for row in rows]))
+    alike: NDArray[np.bool_] = numbers[0][:, None] == numbers[1][None]
     return alike
 
 
@@ -655,7 +662,8 @@ def first_part(op: Op, chosen: Cut) -> Part:
     rule = rule_for(op)
     if rule is WHOLE:
         return {}
-    return {axis.letter: cut(axis.size, chosen.degree(axis.letter), grain=axis.grain)[0] for axis in axes_of(op)}
+    degrees = dict(chosen.degrees)
+    return {axis.letter: cut(axis.size, degrees.get(axis.letter, 1), grain=axis.grain)[0] for axis in axes_of(op)}
 
 
 def cutting(op: Op, argument: str) -> frozenset[str]:

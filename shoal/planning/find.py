@@ -22,6 +22,7 @@ from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import FEW_RANKS, stages_of
 from shoal.planning.strategies import NAMES
+from shoal.planning.uncollected import uncollected
 from shoal.planning.why import Alternative, alternatives, close_calls, explained_by
 from shoal.planning.within_limit import minimise_under
 
@@ -59,6 +60,7 @@ class SearchResult:
     """Devices that there were to choose from, where the number of ranks was a choice."""
 
 
+@uncollected()
 def find(
     model: CostModel,
     *,
@@ -66,7 +68,7 @@ def find(
     memory: int | None = None,
     letters: str = DIMS,
 ) -> SearchResult:
-    """The plan with the shortest predicted step. Pure.
+    """The plan with the shortest predicted step. Pure; the garbage collector rests meanwhile.
 
     `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most;
     `letters`: the dims along which layers may be cut.

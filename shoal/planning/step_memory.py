@@ -10,7 +10,7 @@
 It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -100,58 +100,70 @@ def step_memories(
         and instruction.key in readers
         and (readers[instruction.key].saves_input or instruction.value in wanted)
     ]
-    held = []
-    for rank in ranks:
-        kept = working = 0
-        parameters = _of_states(program, rank, itemsize, optimizer_slots, homes or program.states)
-        for compute in computes:
-            placed = compute.placed
-            if placed.writes[rank] is not None:
-                written, handled = _handled(placed, rank, graph, itemsize)
-                kept += written * (
-                    (itemsize[placed.layer.name] if placed.layer.name in own else 0) + placed.facts.index_bytes
-                )
-                working = max(working, handled)
-        for fetch in tiles:
+    ranks = tuple(ranks)
+    kept, working = [0] * len(ranks), [0] * len(ranks)
+    for compute in computes:
+        placed = compute.placed
+        name, index_bytes = placed.layer.name, placed.facts.index_bytes
+        each = (itemsize[name] if name in own else 0) + index_bytes
+        for index, handled in enumerate(_handled(placed, ranks, graph, itemsize)):
+            if handled is not None:
+                kept[index] += handled[0] * each
+                working[index] = max(working[index], handled[1])
+    for fetch in tiles:
+        for index, rank in enumerate(ranks):
             tile = fetch.tiles[rank]
-            kept += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
-        held.append(Memory(parameters, kept, working))
-    return held
+            kept[index] += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
+    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
+    return [Memory(*sizes) for sizes in zip(parameters, kept, working, strict=True)]
 
 
 def _of_states(
-    program: Program, rank: int, itemsize: Mapping[str, int], optimizer_slots: int, homes: Mapping[str, Layout]
-) -> int:
-    """Bytes of what layers read, of gradients and optimizer state, and of the largest gradient on its way to owners."""
-    held = leaving = 0
+    program: Program,
+    ranks: Sequence[int],
+    itemsize: Mapping[str, int],
+    optimizer_slots: int,
+    homes: Mapping[str, Layout],
+) -> list[int]:
+    """Of each rank the bytes of what layers read, of gradients and optimizer state, and of the largest gradient on its
+    way to owners.
+    """
+    held, leaving = [0] * len(ranks), [0] * len(ranks)
     for name, layout in program.states.items():
-        box, home = layout[rank], homes[name][rank]
-        if box is None:
-            continue
-        size = volume(box) * itemsize[name]
-        held += size
-        if program.graph.states[name].differentiable and name not in program.changed:
-            own = 0 if home is None else volume(home) * itemsize[name]
-            held += own * (1 + optimizer_slots)
-            if own != size:
-                leaving = max(leaving, size + own * (layout.count(box) - 2))  # what arrives first becomes the gradient
-    return held + leaving
+        home, learns = homes[name], program.graph.states[name].differentiable and name not in program.changed
+        for index, rank in enumerate(ranks):
+            box, kept = layout[rank], home[rank]
+            if box is None:
+                continue
+            size = volume(box) * itemsize[name]
+            held[index] += size
+            if learns:
+                own = size if kept is box else 0 if kept is None else volume(kept) * itemsize[name]
+                held[index] += own * (1 + optimizer_slots)
+                if own != size:  # what arrives first becomes the gradient
+                    leaving[index] = max(leaving[index], size + own * (layout.count(box) - 2))
+    return [sum(both) for both in zip(held, leaving, strict=True)]
 
 
-def _handled(placed: Placed, rank: int, graph: LayerGraph, itemsize: Mapping[str, int]) -> tuple[int, int]:
-    """Elements that a rank's part of a layer writes, and bytes that its backward handles.
+def _handled(
+    placed: Placed, ranks: Sequence[int], graph: LayerGraph, itemsize: Mapping[str, int]
+) -> list[tuple[int, int] | None]:
+    """Of each rank the elements that its part of a layer writes, and bytes that its backward handles; None without one.
 
     Worked out once for layers that are alike.
     """
     own = itemsize[placed.layer.name]
     sizes = {arg: itemsize[ref.name] for arg, ref in placed.layer.tensors if ref.name in graph.specs}
-    known: dict[object, tuple[int, int]] = placed.alike.setdefault("handled", {})
-    key = (rank, own, *sizes.items())
-    if key not in known:
-        needs, written = placed.needs[rank], volume(placed.writes[rank] or ())
-        read = sum(volume(needs[arg].box) * size for arg, size in sizes.items() if arg in needs)
-        known[key] = written, _working(placed, rank, written * own, read, own)
-    return known[key]
+    by_sizes: dict[object, dict[int, tuple[int, int] | None]] = placed.alike.setdefault("handled", {})
+    known = by_sizes.setdefault((own, *sizes.items()), {})
+    for rank in ranks:
+        if rank not in known:
+            known[rank] = None
+            if (box := placed.writes[rank]) is not None:
+                needs, written = placed.needs[rank], volume(box)
+                read = sum(volume(needs[arg].box) * size for arg, size in sizes.items() if arg in needs)
+                known[rank] = written, _working(placed, rank, written * own, read, own)
+    return [known[rank] for rank in ranks]
 
 
 def _working(placed: Placed, rank: int, written: int, read: int, itemsize: int) -> int:

@@ -7,7 +7,7 @@ the same time. It is what the simulator has for a transfer that meets nothing el
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +27,8 @@ SAMPLED_RANKS = 64
 """Beyond so many ranks the busiest is sought among this many, evenly spread, first and last included."""
 _AT_ONCE = 100_000
 """Entries of one temporary array, which should stay in the processor's cache."""
+Edges = tuple[Floats, Floats]
+"""Where boxes start and stop: (..., ranks, dims) each."""
 
 
 def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
@@ -39,76 +41,55 @@ def transfer_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) 
         return _among_many(have, need, itemsize, cluster)
     seen = _seen(ranks, cluster, SAMPLED_RANKS)
     seconds = np.empty(shape)
-    have_starts, have_stops = _by_dim(have.starts), _by_dim(have.stops)
-    need_starts, need_stops = _by_dim(need.starts), _by_dim(need.stops)
+    have_starts, have_stops = _by_dim(have.starts, have.stops)
+    need_starts, need_stops = _by_dim(need.starts, need.stops)
+    wanted = need_starts[None], need_stops[None]
     volumes = need.volumes[None, :, seen].astype(np.float64)
     rows = max(1, _AT_ONCE // (shape[1] * len(seen)))
     for start in range(0, shape[0], rows):
         block = slice(start, start + rows)
-        seconds[block] = _block(
-            have_starts[block], have_stops[block], need_starts, need_stops, need, volumes, seen, itemsize, cluster
-        )
+        mine = have_starts[block, None], have_stops[block, None]
+        read = _sent_to_all(have_starts[block][:, seen], have_stops[block][:, seen], need)
+        seconds[block] = _slowest(mine, wanted, volumes, read, seen, itemsize, cluster)
     return seconds
 
 
 def paired_seconds(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
-    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it."""
+    """(cuts,): the same, of every cut of `have` to the cut of `need` that stands beside it.
+
+    As everywhere here, all elements are there, once each, among the ranks of every cut of `have`.
+    """
     count, ranks = have.starts.shape[:2]
-    if have.everywhere or not cluster.levels:
-        return np.zeros(count)
-    seen, all_ranks = _seen(ranks, cluster, SAMPLED_RANKS), np.arange(ranks)
-    level_of = np.full((len(seen), ranks), -1)
-    for index in reversed(range(len(cluster.levels))):
-        size = cluster.levels[index].size
-        level_of[seen[:, None] // size == all_ranks[None] // size] = index
-    level_of[seen[:, None] == all_ranks[None]] = -1
-    crossed = [level_of == index for index in range(len(cluster.levels))]
     seconds = np.zeros(count)
-    for number in range(count):
-        mine = have.starts[number], have.stops[number]
-        wanted = need.starts[number], need.stops[number]
-        received = _shared_rows(wanted[0][seen], wanted[1][seen], *mine)
-        sent = _shared_rows(mine[0][seen], mine[1][seen], *wanted)
-        for index, level in enumerate(cluster.levels):
-            for elements in (received, sent):
-                amounts = np.where(crossed[index], elements, 0).sum(axis=1)
-                if level.shared and index:
-                    amounts = _of_hosts(amounts[None, None], seen // cluster.levels[index - 1].size)
-                if busiest := int(amounts.max()):
-                    seconds[number] = max(seconds[number], level.meeting + busiest * itemsize / level.bandwidth)
+    if have.everywhere or not cluster.levels:
+        return seconds
+    seen = _seen(ranks, cluster, SAMPLED_RANKS)
+    volumes = need.volumes[:, seen].astype(np.float64)
+    rows = max(1, _AT_ONCE // len(seen))
+    for start in range(0, count, rows):
+        some = slice(start, start + rows)
+        mine, wanted = _by_dim(have.starts[some], have.stops[some]), _by_dim(need.starts[some], need.stops[some])
+        read = _sent_to_all(mine[0][:, seen], mine[1][:, seen], _some(need, some), paired=True)
+        seconds[some] = _slowest(mine, wanted, volumes[some], read, seen, itemsize, cluster)
     return seconds
 
 
-def _shared_rows(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> Ints:
-    """(boxes, other boxes): elements that both have."""
-    rows = np.minimum(stops[:, None], other_stops[None]) - np.maximum(starts[:, None], other_starts[None])
-    elements: Ints = np.maximum(rows, 0).prod(axis=2)
-    return elements
-
-
-def _block(
-    starts: Floats,
-    stops: Floats,
-    need_starts: Floats,
-    need_stops: Floats,
-    need: Boxes,
-    volumes: Floats,
-    seen: Ints,
-    itemsize: int,
-    cluster: Cluster,
+def _slowest(
+    have: Edges, need: Edges, volumes: Floats, read: Floats, seen: Ints, itemsize: int, cluster: Cluster
 ) -> Floats:
-    """The same for some of the cuts."""
-    ranks = need_starts.shape[1]
-    mine_starts, mine_stops = starts[:, seen], stops[:, seen]
-    wanted_starts, wanted_stops = need_starts[:, seen], need_stops[:, seen]
+    """(...): seconds of the slowest of the `seen` ranks. The leading axes of `have` and `need` broadcast.
+
+    `volumes`: elements that each of those ranks needs; `read`: elements that all ranks together read of each one's box.
+    """
+    ranks = need[0].shape[-2]
+    (mine_starts, mine_stops), (wanted_starts, wanted_stops) = _of_ranks(have, seen), _of_ranks(need, seen)
     own = _overlap(mine_starts, mine_stops, wanted_starts, wanted_stops)
     received_within, sent_within = own, own
-    seconds = np.zeros((starts.shape[0], need_starts.shape[0], len(seen)))
+    seconds = np.zeros(own.shape)
     inner: Level | None = None
     for level in cluster.levels:
         if level is cluster.levels[-1]:
-            received = np.broadcast_to(volumes, seconds.shape)
-            sent = _sent_to_all(mine_starts, mine_stops, need)
+            received, sent = np.broadcast_to(volumes, own.shape), read
         else:
             received, sent = received_within.copy(), sent_within.copy()
             base = seen // level.size * level.size
@@ -117,16 +98,31 @@ def _block(
                 other = base + ((seen - base) // first * first + offset) % level.size
                 there = other < ranks
                 other = np.minimum(other, ranks - 1)
-                received += there * _overlap(starts[:, other], stops[:, other], wanted_starts, wanted_stops)
-                sent += there * _overlap(mine_starts, mine_stops, need_starts[:, other], need_stops[:, other])
+                received += there * _overlap(*_of_ranks(have, other), wanted_starts, wanted_stops)
+                sent += there * _overlap(mine_starts, mine_stops, *_of_ranks(need, other))
         crossings = received - received_within, sent - sent_within
         if level.shared and inner is not None:
             crossings = _of_hosts(crossings[0], seen // inner.size), _of_hosts(crossings[1], seen // inner.size)
         crossing = np.maximum(*crossings) * itemsize
         np.maximum(seconds, np.where(crossing > 0, level.meeting + crossing / level.bandwidth, 0.0), out=seconds)
         received_within, sent_within, inner = received, sent, level
-    slowest: Floats = seconds.max(axis=2)
+    slowest: Floats = seconds.max(axis=-1)
     return slowest
+
+
+def _of_ranks(edges: Edges, ranks: Ints) -> Edges:
+    return edges[0][..., ranks, :], edges[1][..., ranks, :]
+
+
+def _some(boxes: Boxes, cuts: slice) -> Boxes:
+    """Those of some of the cuts."""
+    return replace(
+        boxes,
+        starts=boxes.starts[cuts],
+        stops=boxes.stops[cuts],
+        kinds=None if boxes.kinds is None else boxes.kinds[cuts],
+        copies=None if boxes.copies is None else boxes.copies[cuts],
+    )
 
 
 def _among_many(have: Boxes, need: Boxes, itemsize: int, cluster: Cluster) -> Floats:
@@ -185,7 +181,7 @@ class _Product:
         """(some cuts of have, cuts of need, ranks)."""
         product: Singles | None = None
         for table, have, need in self.factors:
-            factor: Singles = table[have[part]][:, need]
+            factor: Singles = table[have[part]].take(need, axis=1)  # several times as fast as an index
             product = factor if product is None else np.multiply(product, factor, out=product)
         assert product is not None
         return product
@@ -324,27 +320,27 @@ def _host_sums(amounts: AnyFloats, hosts: Ints) -> AnyFloats:
     if size == 1:
         return amounts
     if len(hosts) == size * len(first) and (np.diff(first) == size).all():  # adds whole arrays, in reduceat's order
-        each = [amounts[:, :, member::size] for member in range(size)]
+        each = [amounts[..., member::size] for member in range(size)]
         even: AnyFloats = each[0] + sum(each[2:], start=each[1])
         return even
-    sums: AnyFloats = np.add.reduceat(amounts, first, axis=2)
+    sums: AnyFloats = np.add.reduceat(amounts, first, axis=-1)
     return sums
 
 
 def _spread(sums: AnyFloats, hosts: Ints) -> AnyFloats:
     """By host, as numbers by rank."""
-    if sums.shape[2] == len(hosts):
+    if sums.shape[-1] == len(hosts):
         return sums
-    spread: AnyFloats = np.repeat(sums, np.unique(hosts, return_counts=True)[1], axis=2)
+    spread: AnyFloats = np.repeat(sums, np.unique(hosts, return_counts=True)[1], axis=-1)
     return spread
 
 
 def _overlap(starts: Floats, stops: Floats, need_starts: Floats, need_stops: Floats) -> Floats:
-    """(cuts of have, cuts of need, ranks): elements that both have, rank by rank."""
+    """(..., ranks): elements that both have, rank by rank."""
     volume: Floats | None = None
-    for dim in range(starts.shape[2]):
-        rows: Floats = np.minimum(stops[:, None, :, dim], need_stops[None, :, :, dim])
-        rows -= np.maximum(starts[:, None, :, dim], need_starts[None, :, :, dim])
+    for dim in range(starts.shape[-1]):
+        rows: Floats = np.minimum(stops[..., dim], need_stops[..., dim])
+        rows -= np.maximum(starts[..., dim], need_starts[..., dim])
         np.maximum(rows, 0, out=rows)
         if volume is None:
             volume = rows
@@ -354,30 +350,46 @@ def _overlap(starts: Floats, stops: Floats, need_starts: Floats, need_stops: Flo
     return volume
 
 
-def _by_dim(numbers: Ints) -> Floats:
+def _by_dim(starts: Ints, stops: Ints) -> Edges:
     """The same, with the numbers of one dim side by side in memory, as floats: quicker to compute with."""
-    return np.ascontiguousarray(numbers.transpose(2, 0, 1), dtype=np.float64).transpose(1, 2, 0)
+    first, last = (np.ascontiguousarray(each.transpose(2, 0, 1), dtype=np.float64) for each in (starts, stops))
+    return first.transpose(1, 2, 0), last.transpose(1, 2, 0)
 
 
-def _sent_to_all(starts: Floats, stops: Floats, need: Boxes) -> Floats:
-    """(cuts of have, cuts of need, ranks): elements that all ranks together read of each rank's box."""
+def _sent_to_all(starts: Floats, stops: Floats, need: Boxes, *, paired: bool = False) -> Floats:
+    """(cuts of have, cuts of need, ranks): elements that all ranks together read of each rank's box.
+
+    `paired`: (cuts, ranks), of each cut of have by the cut of need beside it.
+    """
     if need.lists is None or need.kinds is None or need.copies is None:
-        total = np.zeros((starts.shape[0], need.starts.shape[0], starts.shape[1]))
+        mine = (starts, stops) if paired else (starts[:, None], stops[:, None])
+        total: Floats = np.zeros(np.broadcast_shapes(mine[0].shape[:-2], need.starts.shape[:-2]) + starts.shape[1:2])
         for rank in range(need.starts.shape[1]):
-            total += _overlap(starts, stops, _by_dim(need.starts[:, [rank]]), _by_dim(need.stops[:, [rank]]))
+            total += _overlap(*mine, *_by_dim(need.starts[:, [rank]], need.stops[:, [rank]]))
         return total
-    volume: Floats = np.broadcast_to(
-        need.copies[None, :, None].astype(np.float64), (starts.shape[0], len(need.copies), starts.shape[1])
-    )
+    cuts = np.arange(len(starts)) if paired else np.arange(len(starts))[:, None]
+    volume = need.copies[:, None].astype(np.float64)
     for dim, lists in enumerate(need.lists):
         rows = np.stack([_read(starts[:, :, dim], stops[:, :, dim], first, last) for first, last in lists])
-        volume = volume * rows[need.kinds[:, dim]].transpose(1, 0, 2)
+        volume = volume * rows[need.kinds[:, dim], cuts]
     return volume
 
 
 def _read(starts: AnyFloats, stops: AnyFloats, first: Ints, last: Ints) -> AnyFloats:
-    """How many rows of each span a list of spans reads, those read twice counted twice."""
-    total = np.zeros_like(starts)
-    for low, high in zip(first.tolist(), last.tolist(), strict=True):
-        total += np.maximum(np.minimum(stops, high) - np.maximum(starts, low), 0)
-    return total
+    """How many rows of each span a list of spans reads, those read twice counted twice.
+
+    Costs the logarithm of the list's length: what the list has up to a row, once for each end.
+    """
+    edges, sums = [], []
+    for ends in (first, last):
+        ordered = np.sort(ends)
+        edges.append(ordered)
+        sums.append(np.concatenate([[0], np.cumsum(ordered)]))
+
+    def upto(rows: Ints) -> Ints:
+        begun, ended = (np.searchsorted(ordered, rows) for ordered in edges)
+        found: Ints = (begun - ended) * rows - (sums[0][begun] - sums[1][ended])
+        return found
+
+    read: AnyFloats = (upto(stops.astype(np.int64)) - upto(starts.astype(np.int64))).astype(starts.dtype)
+    return read

@@ -15,9 +15,11 @@ copies to make a view contiguous, padding and halo assembled before the layer, t
 with heat. It ranks cuts; it is no measurement.
 """
 
+from collections.abc import Mapping
+
 from shoal.cluster import Device
 from shoal.graph import State
-from shoal.operators.base import Op, Part, Rule
+from shoal.operators.base import Facts, Need, Op, Part, Rule
 from shoal.operators.registry import facts_of
 from shoal.partition import volume
 from shoal.simulating.speeds import KernelTime
@@ -35,9 +37,10 @@ def roofline(
     facts = facts_of(op.layer.op)
     if facts.view:
         return KernelTime(0.0)
-    work, touched = flops(op, part, rule), bytes_touched(op, part, rule, itemsize)
+    needs, written = rule.needs(op, part), volume(rule.writes(op, part))  # asked once: a search prices 10,000s of parts
+    work, touched = facts.work(op, needs, written), _touched(facts, needs, written) * itemsize
     curved = facts.contracts
-    of_output, of_input, of_weights = _results(op, part, rule)
+    of_output, of_input, of_weights = _results(op, facts, needs, written)
     forward = _kernel(work, touched, device, of_output, curved=curved)
     has_parameters = any(isinstance(reference, State) for _, reference in op.layer.tensors)
     if not op.layer.output.differentiable or not (input_grad or has_parameters):
@@ -47,8 +50,7 @@ def roofline(
         return KernelTime(forward, to_input, _kernel(work, touched, device, of_weights, curved=True))
     if facts.passes_gradient:
         return KernelTime(forward)
-    gradient = volume(rule.writes(op, part)) * itemsize
-    return KernelTime(forward, _kernel(work, touched + gradient, device, None, curved=False))
+    return KernelTime(forward, _kernel(work, touched + written * itemsize, device, None, curved=False))
 
 
 def flops(op: Op, part: Part, rule: Rule) -> int:
@@ -68,26 +70,31 @@ def bytes_touched(op: Op, part: Part, rule: Rule, itemsize: int = 4) -> int:
     facts = facts_of(op.layer.op)
     if facts.view:
         return 0
-    read = [volume(need.box) for need in rule.needs(op, part).values()]
+    return _touched(facts, rule.needs(op, part), volume(rule.writes(op, part))) * itemsize
+
+
+def _touched(facts: Facts, needs: Mapping[str, Need], written: int) -> int:
+    """Elements that one part reads and writes."""
+    read = [volume(need.box) for need in needs.values()]
     again = read[0] if facts.reads_twice else 0
-    return (sum(read) + again + volume(rule.writes(op, part))) * itemsize
+    return sum(read) + again + written
 
 
 Result = tuple[float, float]
 """Rows and columns of what a product of matrices computes."""
 
 
-def _results(op: Op, part: Part, rule: Rule) -> tuple[Result | None, Result | None, Result | None]:
+def _results(
+    op: Op, facts: Facts, needs: Mapping[str, Need], written: int
+) -> tuple[Result | None, Result | None, Result | None]:
     """What forward and the two gradients compute, where they are products: pixels and samples by channels, and output
     channels by input channels and windows, whose sums over pixels and samples can be divided without end.
     """
-    needs = rule.needs(op, part)
-    channels = facts_of(op.layer.op).channels(op, needs)
+    channels = facts.channels(op, needs)
     if channels is None:
         return None, None, None
     outputs, inputs = channels
-    written, read = volume(rule.writes(op, part)), volume(needs["input"].box)
-    weights = volume(needs["weight"].box)
+    read, weights = volume(needs["input"].box), volume(needs["weight"].box)
     return (written / outputs, outputs), (read / inputs, inputs), (outputs, weights / outputs)
 
 

@@ -34,7 +34,7 @@ class Durations:
     known: Sums | None = None
     """What is known of sums on the cluster; may be shared likewise."""
     _flows: dict[tuple[int, int], Flows] = field(default_factory=dict)
-    _volumes: dict[int, Ints] = field(default_factory=dict)
+    _largest: dict[int, KernelTime] = field(default_factory=dict)
     _computed: dict[int, Floats] = field(default_factory=dict)
     _groups: dict[int, list[tuple[int, Shape, tuple[int, ...]]]] = field(default_factory=dict)
 
@@ -82,8 +82,10 @@ class Durations:
 
     def kernel(self, placed: Placed) -> KernelTime:
         """Of the first part of a layer, which no other exceeds."""
-        part = next(part for part in placed.parts if part is not None)
-        return self._kernel(placed, part, placed.cut_letters)
+        if id(placed) not in self._largest:
+            part = next(part for part in placed.parts if part is not None)
+            self._largest[id(placed)] = self._kernel(placed, part, placed.cut_letters)
+        return self._largest[id(placed)]
 
     def _kernel(self, placed: Placed, part: Part, letters: frozenset[str]) -> KernelTime:
         flowing = self.tasks.flowing
@@ -102,10 +104,11 @@ class Durations:
 
     def volumes(self, placed: Placed) -> Ints:
         """By rank, elements that its part writes, at least 1; 0 without a part."""
-        if id(placed) not in self._volumes:
+        if "volumes" not in placed.alike:
             sizes = [0 if box is None else max(volume(box), 1) for box in placed.writes]
-            self._volumes[id(placed)] = np.array(sizes, dtype=np.int64)
-        return self._volumes[id(placed)]
+            placed.alike["volumes"] = np.array(sizes, dtype=np.int64)
+        found: Ints = placed.alike["volumes"]
+        return found
 
     def flows(self, work: Moved) -> Flows:
         """What goes over which links."""

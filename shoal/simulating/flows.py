@@ -74,13 +74,16 @@ def _overlaps(have: Layout, need: Layout, rows: slice) -> Ints:
     """Elements that boxes of two layouts share, from the overlaps of their few distinct spans in each dim."""
     wanted = need[rows]
     there, needed = np.array([box is not None for box in have]), np.array([box is not None for box in wanted])
-    elements: Ints = np.where(needed[:, None] & there[None], 1, 0)
+    elements: Ints = (needed[:, None] & there[None]).astype(np.int64)
     for dim in range(next((len(box) for box in (*have, *wanted) if box is not None), 0)):
         held, held_index = _distinct(have, dim)
         asked, asked_index = _distinct(wanted, dim)
         starts = np.maximum(asked[:, None, 0], held[None, :, 0])
         lengths = np.maximum(np.minimum(asked[:, None, 1], held[None, :, 1]) - starts, 0)
-        elements *= lengths[asked_index][:, held_index]
+        if lengths.size > 1:
+            elements *= lengths[asked_index][:, held_index]
+        elif lengths[0, 0] != 1:
+            elements *= lengths[0, 0]
     return elements
 
 

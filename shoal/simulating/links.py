@@ -106,11 +106,16 @@ class Links:
         self._agenda = agenda
         self._links: dict[Hashable, Link] = {}
 
+    def link(self, name: Hashable) -> Link:
+        """The link of this name."""
+        found = self._links.get(name)
+        if found is None:
+            found = self._links[name] = Link(self._agenda)
+        return found
+
     def carry(self, name: Hashable, seconds: float, flows: int, done: Callback) -> int:
         """As `Link.carry` on the link of this name."""
-        if name not in self._links:
-            self._links[name] = Link(self._agenda)
-        return self._links[name].carry(seconds, flows, done)
+        return self.link(name).carry(seconds, flows, done)
 
     def drop(self, name: Hashable, number: int) -> None:
         """As `Link.drop` on the link of this name."""

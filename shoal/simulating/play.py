@@ -25,7 +25,7 @@ from shoal.simulating.classes import classes_of
 from shoal.simulating.collectives import Phase, is_card, unit_size
 from shoal.simulating.durations import Durations, Floats
 from shoal.simulating.flows import Bools, Ints
-from shoal.simulating.links import Agenda, Links
+from shoal.simulating.links import Agenda, Link, Links
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
     if noise.random:
         return np.arange(ranks)
     features: dict[object, Ints] = {-1: np.array([round(noise.speeds.get(rank, 1.0) * 1e9) for rank in range(ranks)])}
-    meetings: dict[int, Bools] = {}
+    meetings: dict[bytes, Bools] = {}
+    """By who gets something from whom: many moves join the same ranks."""
     groupings: dict[object, Ints] = {}
     cards = [index for index in range(len(durations.cluster.levels)) if is_card(durations.cluster, index)]
     for index in cards:
@@ -93,16 +94,17 @@ def _classes(durations: Durations, noise: Noise) -> Ints:
     for task in durations.tasks.tasks:
         match task.work:
             case Kernel(placed=placed, over=over):
-                features[id(placed)] = durations.volumes(placed)
+                volumes = durations.volumes(placed)
+                features[id(volumes)] = volumes  # those that are alike have one array
                 if over:  # ranks without rows of their own work on those of the others too
                     features[id(task)] = np.isin(np.arange(ranks), task.ranks).astype(np.int64)
-            case Moved(have=have):
+            case Moved():
                 flows = durations.flows(task.work)
                 features[id(flows.arriving)] = flows.arriving
                 for number, amounts in enumerate((*flows.received, *flows.sent)):
                     features[hash((id(flows), number))] = amounts
                 if task.kind == "move" and not task.work.back:
-                    meetings[hash((id(have), id(task.work.need)))] = flows.sources
+                    meetings[flows.packed.tobytes()] = flows.sources
             case Summed(groups=groups, bytes=sizes) | Gathered(groups=groups, bytes=sizes):
                 if groups not in groupings:
                     grouping = np.full(ranks, -1, dtype=np.int64)
@@ -167,7 +169,9 @@ class _Player:
         self.skew = max((level.skew for level in self.cluster.levels), default=0.0)
         self.steady = not self.contention and not noise.random
         self.units = [self._unit_classes(index) for index in range(len(self.cluster.levels))]
-        self.members = [_some(classes, task, self.count) for task in self.tasks]
+        some = {ranks: _some(classes, ranks, self.count) for ranks in {task.ranks for task in self.tasks}}
+        self.members = [some[task.ranks] for task in self.tasks]
+        self.computes = [task.resource == "compute" for task in self.tasks]
         self.seconds = [self._compute_seconds(task) for task in self.tasks]
         self.moves = [self._parties(task) if task.kind == "move" else None for task in self.tasks]
         self.known_groups: dict[object, list[_Group | None]] = {}
@@ -203,13 +207,22 @@ class _Player:
             units.append((kind, there))
         return units
 
-    def _parties(self, task: Task) -> tuple[list[list[int]], list[list[int]]]:
-        """By class: the classes that it gets something from, and those that it sends something to."""
+    def _parties(self, task: Task) -> "_Parties":
         assert isinstance(task.work, Moved)
-        sources = self.durations.flows(task.work).sources
-        return (
+        flows = self.durations.flows(task.work)
+        sources = flows.sources
+        gets, gives = (
+            [
+                [(level, amount) for level, amount in enumerate(levels) if amount]
+                for levels in amounts[:, self.first].T.tolist()
+            ]
+            for amounts in (flows.received, flows.sent)
+        )
+        return _Parties(
             [sorted(set(self.classes[sources[rank]].tolist())) for rank in self.first],
             [sorted(set(self.classes[sources[:, rank]].tolist())) for rank in self.first],
+            gets,
+            gives,
         )
 
     def _groups(self, task: Task) -> list["_Group | None"]:
@@ -243,8 +256,8 @@ class _Player:
 
     def _links_of(
         self, group: Sequence[int], number_of: Ints, kinds: Sequence[tuple[int, ...]], phase: Phase
-    ) -> list[tuple[tuple[object, ...], float, int]]:
-        """(link, seconds alone, flows) of one phase, each kind of link once."""
+    ) -> list[tuple[Link, float, int]]:
+        """(link, seconds alone, flows) of one phase, both directions of each kind of link once."""
         links: dict[tuple[object, ...], tuple[float, int]] = {}
         own = kinds[int(number_of[group[0]])]
         for load in phase.loads:
@@ -259,7 +272,12 @@ class _Player:
                     first = rank // unit * unit
                     numbers = set(number_of[first : first + unit].tolist()) - {-1}
                     links[name] = load.card, sum(kinds[number] == own for number in numbers)
-        return [(name, seconds, flows) for name, (seconds, flows) in links.items() if seconds > 0]
+        return [
+            (self.links.link((direction, *name)), seconds, flows)
+            for name, (seconds, flows) in links.items()
+            if seconds > 0
+            for direction in ("out", "in")
+        ]
 
     # Walking
 
@@ -279,30 +297,33 @@ class _Player:
         Where nothing can change how long a task takes, the rank goes ahead of the agenda until others are concerned.
         """
         rank, length, ahead = self.ranks[number], len(self.tasks), False
-        while rank.place < self.length:
-            at = rank.place
+        tasks, members, starts, ends = self.tasks, self.members, self.starts, self.ends
+        while (at := rank.place) < self.length:
             index = at % length
             if not index and rank.begun < at:
                 rank.begun = at
                 self.agenda.note(now + self._overhead(), self._walker(number))
                 return
-            task = self.tasks[index]
-            if number not in self.members[index]:
+            if number not in members[index]:
                 rank.place += 1
                 continue
-            awaited = [at - index + other for other in task.after if not self._has(number, at - index + other)]
-            if ahead and (awaited or task.resource == "network"):
+            task, computes = tasks[index], self.computes[index]
+            awaited = task.after and [
+                at - index + other for other in task.after if not self._has(number, at - index + other)
+            ]
+            if ahead and (awaited or not computes):
                 self.agenda.note(now, self._walker(number))
                 return
-            if task.resource == "compute":
-                rank.missing = self._wait_for(number, awaited)
+            if computes:
+                rank.missing = self._wait_for(number, awaited) if awaited else 0
                 if rank.missing:
                     return
                 if self.steady:
-                    self.starts[at][number] = now
-                    now += self.seconds[index][number]
-                    rank.apart += self.seconds[index][number]
-                    self.ends[at][number] = now
+                    seconds = self.seconds[index][number]
+                    starts[at][number] = now
+                    now += seconds
+                    rank.apart += seconds
+                    ends[at][number] = now
                     rank.place += 1
                     ahead = True
                 elif self._compute(number, at, now):
@@ -417,7 +438,7 @@ class _Player:
         after = group.phases[phase].latency
         if not phase:
             after += self.skew * max(self.apart.get((at, number), 0.0) for number in group.classes)
-        left = 2 * len(links)
+        left = len(links)
 
         def through(then: float) -> None:
             nonlocal left
@@ -427,14 +448,13 @@ class _Player:
 
         if not links:
             through(now)
-        for name, seconds, flows in links:
-            for direction in ("out", "in"):
-                self.links.carry((direction, *name), seconds, flows, through)
+        for link, seconds, flows in links:
+            link.carry(seconds, flows, through)
 
     def _post_move(self, number: int, at: int, index: int, posted: set[int], now: float) -> None:
         parties = self.moves[index]
         assert parties is not None
-        sources, sinks = parties
+        sources, sinks = parties.sources, parties.sinks
         self.open[at, number] = self.open.get((at, number), 0) + 2 + len(sources[number])
         for other in (number, *sources[number], *sinks[number]):
             if other in posted:
@@ -450,9 +470,7 @@ class _Player:
         parties = self.moves[index]
         assert isinstance(work, Moved)
         assert parties is not None
-        flows = self.durations.flows(work)
-        amounts = (flows.received if direction == "in" else flows.sent)[:, self.first[number]].tolist()
-        flights = [(level, amount) for level, amount in enumerate(amounts) if amount]
+        flights = parties.gets[number] if direction == "in" else parties.gives[number]
         left = len(flights)
 
         def through(then: float) -> None:
@@ -462,7 +480,7 @@ class _Player:
                 return
             self._part_done(at, number, then)
             if direction == "out":
-                for other in parties[1][number]:
+                for other in parties.sinks[number]:
                     self._part_done(at, other, then)
 
         if not flights:
@@ -489,15 +507,29 @@ class _Player:
 
 
 @dataclass(frozen=True)
+class _Parties:
+    """Who takes part in a move, by class."""
+
+    sources: list[list[int]]
+    """The classes that it gets something from."""
+    sinks: list[list[int]]
+    """Those that it sends something to."""
+    gets: list[list[tuple[int, int]]]
+    """(level, elements) of all that comes over links."""
+    gives: list[list[tuple[int, int]]]
+    """The same of what it sends."""
+
+
+@dataclass(frozen=True)
 class _Group:
     """Classes that add something up, and what each phase puts on which links."""
 
     classes: frozenset[int]
     phases: tuple[Phase, ...]
-    links: list[list[tuple[tuple[object, ...], float, int]]]
+    links: list[list[tuple[Link, float, int]]]
 
 
-def _some(classes: Ints, task: Task, count: int) -> frozenset[int]:
-    if len(task.ranks) == len(classes):
+def _some(classes: Ints, ranks: Sequence[int], count: int) -> frozenset[int]:
+    if len(ranks) == len(classes):
         return frozenset(range(count))
-    return frozenset(classes[list(task.ranks)].tolist())
+    return frozenset(classes[list(ranks)].tolist())

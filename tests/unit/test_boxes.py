@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.capturing import capture
+from shoal.lowering.boundary import tiles
 from shoal.lowering.placement import depends_on_input, op_of, place
 from shoal.moves import Layout
 from shoal.operators.base import Op
 from shoal.partition import Box, Span, volume
-from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes
+from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, tile_boxes
 from shoal.planning.stages import cuts_of
 from tests.unit.operator_cases import EXAMPLES, WITHOUT_RULE, Example, Function
 
@@ -127,6 +128,20 @@ def test_boxes_over_many_ranks(net: str) -> None:
 def test_boxes_of_every_operator_with_a_rule_and_some_without(call: str) -> None:
     for op in ops_of_call(CALLS[call]):
         check(op, 4)
+
+
+@pytest.mark.parametrize("net", ["stride", "groups", "sound", "volume", "linear", "flatten", "mean"])
+@pytest.mark.parametrize("channels", ["-", "k"])
+def test_tiles_of_many_cuts_are_those_of_each(net: str, channels: str) -> None:
+    for op in ops_of(net):
+        for shape in (op.out, *op.shapes.values()):
+            for ranks in (3, 4, 16):
+                cuts = list(cuts_of(op, ranks, per_host=2))
+                found = tile_boxes(shape, cuts, ranks, channels=channels)
+                for index, one in enumerate(cuts):
+                    wanted = tiles(shape, one, ranks, channels=channels)
+                    assert [rows(found, index, rank) for rank in range(ranks)] == [plain(box) for box in wanted]
+                check_lists(found)
 
 
 def test_boxes_of_a_given_layout() -> None:

@@ -13,9 +13,9 @@ from shoal.lowering.placement import op_of
 from shoal.moves import Layout, add_moves
 from shoal.operators.base import Op
 from shoal.partition import Cut, volume, whole
-from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes
+from shoal.planning.boxes import Boxes, layouts_boxes, needed_boxes, owned_boxes, tile_boxes
 from shoal.planning.stages import cuts_of
-from shoal.planning.transfers import transfer_seconds
+from shoal.planning.transfers import paired_seconds, transfer_seconds
 from tests.unit.test_boxes import NETS, ops_of, rows
 from tests.unit.test_moves import anything, disjoint, sizes
 
@@ -127,6 +127,20 @@ def test_three_levels(shared: bool) -> None:
     to_one: Layout = (*(None,) * 3, whole(op.out), *(None,) * 4)
     check(boxes, boxes, cluster_of(2, 4, 8, shared=shared))
     check(boxes, layouts_boxes([to_one]), cluster_of(2, 4, 8, shared=shared))
+
+
+@pytest.mark.parametrize("net", ["stride", "linear", "max pool", "flatten"])
+@pytest.mark.parametrize("levels", [(4,), (2, 4), (2, 4, 8)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_cuts_side_by_side_are_priced_as_all_pairs(net: str, levels: tuple[int, ...], shared: bool) -> None:
+    op, ranks = ops_of(net)[0], levels[-1]
+    argument = next(name for name, shape in op.shapes.items() if len(shape))
+    cuts = list(cuts_of(op, ranks))[::3]
+    need = needed_boxes(op, argument, cuts, ranks)
+    for have in (tile_boxes(op.shapes[argument], cuts, ranks), tile_boxes(op.shapes[argument], cuts[::-1], ranks)):
+        pairs = transfer_seconds(have, need, ITEM, cluster_of(*levels, shared=shared))
+        beside = paired_seconds(have, need, ITEM, cluster_of(*levels, shared=shared))
+        assert beside == pytest.approx(np.diagonal(pairs), rel=1e-12)
 
 
 def test_nothing_moves_where_all_ranks_have_all_or_there_is_one() -> None:
