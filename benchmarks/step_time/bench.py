@@ -5,9 +5,9 @@
 Every side has its own copy of the same network, the same share of the same batch and the same fused SGD (FSDP2's
 tensors have no fused one, so it takes `foreach`). "ddp again" is DDP a second time: the null ratio. Plans
 marked `/local` use batch_norm="local", which is what DDP computes; those marked `/factors` and `/sums` always and never
-let factors travel in the place of gradients of linear layers, which else is chosen; those marked `/memory` sum through
-shared memory; "ddp+syncbn" is DDP with a synchronised batch norm of the plain kind (one sum of two numbers per channel
-each way). With `--before CHECKOUT` the same plans of an older Shoal take turns with the rest.
+let factors travel in the place of gradients of linear layers, which else is chosen; those marked `/gloo` sum by Gloo
+also on one host; "ddp+syncbn" is DDP with a synchronised batch norm of the plain kind (one sum of two numbers per
+channel each way). With `--before CHECKOUT` the same plans of an older Shoal take turns with the rest.
 """
 
 import argparse
@@ -36,12 +36,19 @@ from benchmarks.common.turns import Step, take_turns
 from benchmarks.step_time.sync_batch_norm import with_plain_sync
 from shoal.transport.one_host import SWITCH
 
-SIZES = {"alexnet": (224, 32, 1000), "vgg16": (64, 16, 1000), "resnet18": (64, 32, 1000)}
+SIZES = {
+    "alexnet": (224, 32, 1000),
+    "vgg16": (64, 16, 1000),
+    "resnet18": (64, 32, 1000),
+    "inception_v3": (107, 8, 1000),
+    "mobilenet_v2": (64, 32, 1000),
+    "unet": (256, 4, 2),
+}
 """Pixels, samples of the global batch, classes."""
 
 MARKS = {"local": {"batch_norm": "local"}, "factors": {"factors": "always"}, "sums": {"factors": "never"}}
 """Options of `parallelize` by how plans are marked."""
-IN_MEMORY = "memory"
+BY_GLOO = "gloo"
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor, *, fused: bool = True) -> Step:
@@ -72,12 +79,12 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def sums_in_memory() -> Iterator[dist.ProcessGroup]:
-    """A group whose networks sum through shared memory, if they are laid, and called once, in here.
+def sums_by_gloo() -> Iterator[dist.ProcessGroup]:
+    """A group whose networks sum by Gloo, if they are laid, and called once, in here.
 
     Networks of one group share its connections; one with another time-out has its own.
     """
-    os.environ[SWITCH] = "memory"
+    os.environ[SWITCH] = "gloo"
     try:
         yield dist.new_group(timeout=timedelta(minutes=29))
     finally:
@@ -107,6 +114,8 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())
     share = batch // dist.get_world_size()
     x, y = torch.randn(share, 3, pixels, pixels), torch.randint(0, classes, (share,))
+    if args.model == "unet":  # a class for every pixel
+        y = torch.randint(0, classes, (share, pixels, pixels))
 
     others: dict[str, Callable[[nn.Module], nn.Module]] = {
         "ddp": ddp,
@@ -122,8 +131,8 @@ def main() -> None:
     packages = {"shoal": shoal, **({"before": import_before(args.before)} if args.before else {})}
     for package, plan in product(packages, args.plans.split(",")):
         name, *marks = plan.split("/")
-        options = {key: value for mark in marks if mark != IN_MEMORY for key, value in MARKS[mark].items()}
-        with sums_in_memory() if IN_MEMORY in marks else nullcontext() as group:
+        options = {key: value for mark in marks if mark != BY_GLOO for key, value in MARKS[mark].items()}
+        with sums_by_gloo() if BY_GLOO in marks else nullcontext() as group:
             model = packages[package].parallelize(
                 deepcopy(plain), (batch, 3, pixels, pixels), name, group=group, **options
             )

@@ -33,6 +33,7 @@ from shoal.simulating.speeds import Speeds
 from shoal.timings import InStep, Timings
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
+from shoal.transport.one_host import why_not
 
 RACED = 3
 """Optima of the search that are raced, at most."""
@@ -212,9 +213,10 @@ def in_step_of(
 
 
 def _machine_key(transport: Transport, device: torch.device) -> str:
-    hosts = transport.gather_objects(host_of_this_process())
-    shape = [hosts.index(host) for host in hosts]
-    return cache.fingerprint(here(), shape, torch.get_num_threads(), torch.__version__, device.type)
+    rows = transport.gather_objects((host_of_this_process(), why_not()))
+    hosts = [host for host, _ in rows]
+    shape, sums = [hosts.index(host) for host in hosts], sorted({reason or "memory" for _, reason in rows})
+    return cache.fingerprint(here(), shape, torch.get_num_threads(), torch.__version__, device.type, sums)
 
 
 def choose_plan(

@@ -39,7 +39,7 @@ from torch import Tensor
 from shoal.transport.links.sockets import keep_from_children, limit_waiting
 
 SWITCH = "SHOAL_SUMS"
-"""Environment variable: where all ranks have it as `memory`, those of one host sum through shared memory, else Gloo."""
+"""Environment variable: `gloo` on any rank lets ranks of one host sum as ranks of several do."""
 MESSAGE_BYTES = 32 << 10
 """Largest tensor that every rank sends to every other. Two of them fit what a socket holds, so nobody waits to send: a
 rank is never more than one sum ahead of another."""
@@ -314,7 +314,7 @@ def join(gather: Gather, rank: int, size: int, patience: timedelta) -> HostGroup
     """
     if size > MOST_RANKS:
         return f"more than {MOST_RANKS} ranks"
-    reason, listener, address = _off(), None, bytes(_ADDRESS_BYTES)
+    reason, listener, address = why_not(), None, bytes(_ADDRESS_BYTES)
     if reason is None:
         try:
             listener, address = _listen(size)
@@ -346,9 +346,10 @@ def join(gather: Gather, rank: int, size: int, patience: timedelta) -> HostGroup
     return HostGroup(rank, {peer: sockets[peer] for peer in sorted(sockets)}, memory)
 
 
-def _off() -> str | None:
-    if os.environ.get(SWITCH, "") != "memory":
-        return f"{SWITCH}=memory is not set"
+def why_not() -> str | None:
+    """What keeps this process from sharing memory with others, wherever they are; None if nothing does."""
+    if os.environ.get(SWITCH, "") == "gloo":
+        return f"{SWITCH}=gloo"
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     return None

@@ -27,11 +27,7 @@ LATER, NOW = "shared gradient", "shared layer"
 def share(transport: Transport) -> None:
     """Groups of all ranks that sum through shared memory."""
     ranks = tuple(range(transport.world))
-    os.environ[one_host.SWITCH] = "memory"
-    try:
-        transport.make_groups([(LATER, ranks), (NOW, ranks)])
-    finally:
-        del os.environ[one_host.SWITCH]
+    transport.make_groups([(LATER, ranks), (NOW, ranks)])
     assert transport._on_host(LATER, ranks) is not None
 
 
@@ -95,11 +91,10 @@ def joined(trouble: str) -> str:
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    os.environ[one_host.SWITCH] = "memory"
     before, host, patience = os.posix_fallocate, one_host._host, one_host.JOIN_SECONDS
     try:
         if trouble == "off" and rank == 1:
-            del os.environ[one_host.SWITCH]
+            os.environ[one_host.SWITCH] = "gloo"
         if trouble == "full":
             one_host.JOIN_SECONDS = 3.0  # for which the others wait
         if trouble == "full" and rank == 0:
@@ -119,7 +114,6 @@ def joined(trouble: str) -> str:
 
 def sum_until(folder: str, fault: str, at: int) -> None:
     """Sum; the last rank fails at its `at`-th message of the group. The others leave what they raise."""
-    os.environ[one_host.SWITCH] = "memory"
     here = Path(folder)
     (here / f"rank{dist.get_rank()}").write_text(str(os.getpid()))
     transport = Transport()
