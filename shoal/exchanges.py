@@ -35,28 +35,31 @@ class Holding(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Rate and momentum of a run, and the batches of each replica in which the rate climbs."""
+    """Rate and momentum of a run."""
 
     lr: float
     momentum: float
-    climb: int = 0
+
+    def remembering(self, share: float) -> "Rates":
+        """With momentum that remembers this share of the updates that it was told to remember: 1 / (1 - momentum).
+
+        >>> [round(Rates(0.05, momentum).remembering(1 / 2).momentum, 3) for momentum in (0.95, 0.9, 0.5, 0.0)]
+        [0.9, 0.8, 0.0, 0.0]
+        """
+        return Rates(self.lr, max(0.0, 1 - (1 - self.momentum) / share))
 
     def told(self, given: "Rates") -> str | None:
         """For people: what an exchange does with the rates that were given; None where it takes them as they are.
 
-        >>> Rates(0.025, 0.8, 100).told(Rates(0.05, 0.9))
-        "uses lr 0.025 instead of 0.05 and momentum 0.8 instead of 0.9, and raises the rate over each replica's first \
-100 batches"
+        >>> Rates(0.025, 0.6).told(Rates(0.05, 0.9))
+        'uses lr 0.025 instead of 0.05 and momentum 0.6 instead of 0.9'
         """
         changes = [
             f"{name} {now:g} instead of {before:g}"
             for name, now, before in (("lr", self.lr, given.lr), ("momentum", self.momentum, given.momentum))
             if now != before
         ]
-        done = [f"uses {' and '.join(changes)}"] if changes else []
-        if self.climb:
-            done.append(f"raises the rate over each replica's first {self.climb} batches")
-        return ", and ".join(done) or None
+        return f"uses {' and '.join(changes)}" if changes else None
 
 
 class ExchangeOptions(BaseModel):

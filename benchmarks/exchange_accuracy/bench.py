@@ -28,6 +28,7 @@ from benchmarks.exchange_accuracy.tables import (
     TUNED_HEAD,
     UNTOLD_HEAD,
     accuracy_of,
+    learned,
     mean_accuracy,
     tuned_line,
     untold_line,
@@ -94,9 +95,9 @@ def _common(args: argparse.Namespace, epochs: int, *more: str) -> list[str]:
 
 
 def _untold(args: argparse.Namespace, runs: Runs, row: Row, base: float | None) -> tuple[str, float | None]:
-    """The line of a row without any rate given, and its mean accuracy."""
+    """The line of a row without any rate given, and its mean accuracy where it learned at all."""
     outcomes = _on_seeds(runs, row, _common(args, args.epochs), args.seeds)
-    return (untold_line(row, outcomes, base) if outcomes else ""), mean_accuracy(outcomes)
+    return (untold_line(row, outcomes, base) if outcomes else ""), mean_accuracy(learned(outcomes))
 
 
 def _tuned(args: argparse.Namespace, runs: Runs, row: Row, base: float | None) -> tuple[str, float | None]:

@@ -34,6 +34,11 @@ def mean_accuracy(outcomes: Outcomes) -> float | None:
     return statistics.fmean(accuracies) if accuracies else None
 
 
+def learned(outcomes: Outcomes) -> Outcomes:
+    """Those that did not end below `FLOOR`: beside one worker that learned nothing anything would look good."""
+    return [outcome for outcome in outcomes if (outcome.accuracy or 0.0) >= FLOOR]
+
+
 def tuned_line(row: Row, tuning: str, rate: str, outcomes: Outcomes, base: float | None, target: float) -> str:
     """A row whose rate was chosen; `base` is one worker's mean."""
     done = [outcome for outcome in outcomes if outcome.accuracy is not None]
@@ -49,7 +54,7 @@ def tuned_line(row: Row, tuning: str, rate: str, outcomes: Outcomes, base: float
 
 
 def untold_line(row: Row, outcomes: Outcomes, base: float | None) -> str:
-    """A row with the rates that nobody gave, and whether it reached its goal."""
+    """A row with the rates that nobody gave, and whether it reached its goal; `base` is one worker's mean."""
     mean = mean_accuracy(outcomes)
     worst = "diverged" if _diverged(outcomes) else f"{min(outcome.accuracy or 0.0 for outcome in outcomes):.4f}"
     shown = "" if mean is None else f"**{mean:.4f}**"

@@ -151,8 +151,7 @@ class Bench:
         final = ", ".join(f"{curve.accuracies[-1]:.4f}" for curve in curves)
         samples = self._args.batch * self._args.steps
         speed = statistics.median(samples / curve.seconds[-1] for curve in curves)
-        climb = ", with a climb" if rates.climb else ""
-        return f"| {name} | {rates.lr:g}, {rates.momentum:g}{climb} | {reached} | {final} | {speed:,.0f} |"
+        return f"| {name} | {rates.lr:g}, {rates.momentum:g} | {reached} | {final} | {speed:,.0f} |"
 
     def _rates(self, side: Side | None) -> Rates:
         """What a side makes of one worker's rates."""
@@ -185,10 +184,8 @@ class Bench:
         joined.rest()
 
     def _rate_of(self, step: int, rates: Rates) -> float:
-        """As `shoal train` has it: a climb is a tenth of the run at most."""
-        total = self._args.steps
-        climb = min(rates.climb, total // 10)
-        return rate_at(step, peak=rates.lr, schedule="cosine", warmup_steps=climb, total_steps=total)
+        """As `shoal train` has it."""
+        return rate_at(step, peak=rates.lr, schedule="cosine", warmup_steps=0, total_steps=self._args.steps)
 
     def _tested(self, joined: Joined) -> float:
         """Accuracy of the common weights, by the first replica while the other waits."""

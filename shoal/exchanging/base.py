@@ -38,11 +38,6 @@ class Kind(ExchangeOptions):
         return self if option in self.model_fields_set else self.model_copy(update={option: value})
 
 
-CLIMB = 100
-"""Batches of each replica in which the rate climbs, with exchanges that let replicas step on a part of the batch: the
-first gradients are large, and their noise and staleness hurt most."""
-
-
 def steps_apart(replicas: int) -> int:
     """Steps between two meetings of replicas that step by themselves, unless it was said how often they meet.
 

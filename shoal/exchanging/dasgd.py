@@ -117,7 +117,7 @@ class Options(Served):
 
     def own_rates(self, given: Rates, replicas: int) -> Rates:
         """Every replica's gradient, or change, is an update."""
-        return asynchronous_rates(given, replicas)
+        return asynchronous_rates(given, replicas, at_servers=self.momentum_at == "server")
 
     def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:
         """Momentum may add up."""

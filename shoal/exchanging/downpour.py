@@ -104,7 +104,7 @@ class Options(Compressing, Served):
 
     def own_rates(self, given: Rates, replicas: int) -> Rates:
         """Every replica's gradient is an update."""
-        return asynchronous_rates(given, replicas)
+        return asynchronous_rates(given, replicas, at_servers=self.server_rule == "sgd")
 
     def warnings(self, replicas: int, *, lr: float, momentum: float) -> list[str]:
         """Momentum may add up, or may not be used at all."""

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, PeerError
 from shoal.exchanges import Rates
-from shoal.exchanging.base import CLIMB, OwnWeights, distance, steps_apart
+from shoal.exchanging.base import OwnWeights, distance, steps_apart
 from shoal.exchanging.compression.codecs import Codec
 from shoal.exchanging.compression.options import Compressing
 from shoal.exchanging.compression.packing import Packer
@@ -78,8 +78,8 @@ class Options(Compressing):
         return self.unless_given("probability", 1 / steps_apart(replicas))
 
     def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
-        """Each replica steps by a part of the batch: its first gradients, large and noisy, would lead it astray."""
-        return given._replace(climb=CLIMB)
+        """Each steps by a part of the batch, of more noise; and momentum goes on as if weights had not been mixed."""
+        return given.remembering(1 / 2)
 
     @property
     def own_in_words(self) -> str:

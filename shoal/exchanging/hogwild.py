@@ -30,7 +30,7 @@ class Options(Kind):
 
     def own_rates(self, given: Rates, replicas: int) -> Rates:
         """Every replica's gradient is an update."""
-        return asynchronous_rates(given, replicas)
+        return asynchronous_rates(given, replicas, at_servers=True)
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
         """In shared memory, or nowhere."""

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.exchanges import Holding
+from shoal.exchanges import Holding, Rates
 from shoal.exchanging.backup import Ask, Backup
 from shoal.exchanging.base import Exchange, OwnWeights
 from shoal.exchanging.compression.options import Compressing
@@ -72,6 +72,10 @@ class Options(Compressing):
                 "Give average=period, or leave compress out.",
             )
         return self
+
+    def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
+        """Each steps by a part of the batch, of more noise; and momentum goes on as if weights were no mean of all."""
+        return given.remembering(1 / 2)
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:  # noqa: ARG002
         """Processes: replicas wait there for each other. Who averages once needs none."""

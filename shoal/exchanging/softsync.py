@@ -19,7 +19,7 @@ from shoal.exchanging.base import Kind
 from shoal.exchanging.downpour import Downpour
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica, taken_over
-from shoal.exchanging.servers.options import Servers, check_threads, place_of_weights, shorter
+from shoal.exchanging.servers.options import Servers, check_threads, place_of_weights
 from shoal.exchanging.servers.reach import reach_shards
 
 
@@ -43,8 +43,8 @@ class Options(Kind):
         return max(1, replicas // self.n)
 
     def own_rates(self, given: Rates, replicas: int) -> Rates:  # noqa: ARG002
-        """An update is by a whole batch, but its gradients are of older weights, which acts as more momentum."""
-        return Rates(given.lr, shorter(given.momentum))
+        """An update is by a whole batch, a part of it late, which acts as more momentum; its lateness weakens it."""
+        return given.remembering(1 / 2)
 
     def holding(self, replicas: int, *, one_host: bool, weight_bytes: int) -> Holding:
         """With the sum beside weights and momentum."""

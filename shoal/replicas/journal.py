@@ -82,8 +82,7 @@ class Journal:
 
     @property
     def _warmup_steps(self) -> int:
-        climb = 0 if self._config.warmup else self._rates.climb * self._config.replicas
-        return round(self._config.warmup * self._about.steps_per_epoch) or min(climb, self.total // 10)
+        return round(self._config.warmup * self._about.steps_per_epoch)
 
     def rate(self, number: int) -> float:
         """The learning rate for a batch."""

@@ -248,7 +248,7 @@ class Swarm:
             member.steps += 1
             member.unshared += 1
             computed, spoken = stage.now, exchange.tally.updates
-            counted = exchange.step(self._rate(member))
+            counted = exchange.step(self._rates.lr)
             member.pending.append(batch)
             if exchange.tally.updates > spoken:
                 member.unshared = 0
@@ -276,10 +276,6 @@ class Swarm:
             self._resting.discard(member.number)
             self._tell()
         return batch, self.stage.now
-
-    def _rate(self, member: _Member) -> float:
-        climb = self._rates.climb
-        return self._rates.lr * min(1.0, member.steps / climb if climb else 1.0)
 
     def _step_seconds(self, member: _Member) -> float:
         setting = self.setting

@@ -797,7 +797,7 @@ def test_rates_are_made_of_one_workers_and_told_of(shoal: Shoal, mine: list[str]
     run = shoal("train", *asynchronous, "--out", "own")
     assert run.returncode == 0, run.stderr
     told = " ".join(run.stdout.split())
-    assert "downpour with 2 replicas uses lr 0.01 instead of 0.02 and momentum 0.8 instead of 0.9" in told
+    assert "downpour with 2 replicas uses lr 0.01 instead of 0.02 and momentum 0.6 instead of 0.9" in told
     assert lines(tmp_path / "own", "steps")[0]["lr"] < 0.01
     run = shoal("train", *asynchronous, "--exchange-options", "rates=given", "--out", "given")
     assert run.returncode == 0, run.stderr

@@ -55,16 +55,45 @@ def test_what_is_under_way_beside_compute_cannot_be_dropped() -> None:
 def test_rates_of_every_exchange_from_those_of_one_worker(name: str) -> None:
     """As the table in docs/exchanges.md has them."""
     given = Rates(0.08, 0.9)
-    one_part_each = Rates(0.02, 0.8, climb=100)
     own = {
-        **dict.fromkeys(("downpour", "hogwild", "dasgd"), one_part_each),
-        "softsync": Rates(0.08, 0.8),
-        "gossip": Rates(0.08, 0.9, climb=100),
+        **dict.fromkeys(("downpour", "hogwild"), Rates(0.02, 0.6)),
+        "dasgd": Rates(0.02, 0.8),
+        **dict.fromkeys(("softsync", "gossip", "local"), Rates(0.08, 0.8)),
     }
     options = parse_exchange(name, {})
     assert options.tuned(given, 4) == pytest.approx(own.get(name, given))
     assert options.tuned(given, 1) == given
     assert parse_exchange(name, {"rates": "given"}).tuned(given, 4) == given
+
+
+def test_momentum_remembers_less_where_servers_keep_it_than_where_replicas_do() -> None:
+    given = Rates(0.08, 0.9)
+    for name, options, momentum in (
+        ("downpour", {"n_sync": 4}, 0.8),
+        ("downpour", {"rule": "add"}, 0.8),
+        ("dasgd", {"momentum_at": "server"}, 0.6),
+        ("dasgd", {"preset": "paper"}, 0.6),
+    ):
+        assert parse_exchange(name, options).tuned(given, 4) == pytest.approx(Rates(0.02, momentum)), options
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8, 16, 64])
+def test_any_number_of_asynchronous_replicas_bears_the_same_curvature(replicas: int) -> None:
+    """On a parabola, with every gradient R - 1 updates late; a momentum that remembers twice as much does not."""
+    own = parse_exchange("downpour", {}).tuned(Rates(1.0, 0.9), replicas)
+    assert settles(own, curvature=0.5, late=replicas - 1)
+    assert not settles(own.remembering(2), curvature=0.5, late=replicas - 1)
+
+
+def settles(rates: Rates, *, curvature: float, late: int) -> bool:
+    """Whether SGD with momentum goes to the bottom of a parabola by gradients that are so many updates late."""
+    points, speed = [1.0] * (late + 1), 0.0
+    for _ in range(400 * (late + 1)):
+        speed = rates.momentum * speed - rates.lr * curvature * points[-1 - late]
+        points.append(points[-1] + speed)
+        if abs(points[-1]) > 1e6:
+            return False
+    return abs(points[-1]) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "option"), [("dasgd", "n_sync"), ("easgd", "period"), ("admm", "period")])

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from shoal.errors import ConfigError
 from shoal.exchanges import Holding, Rates
-from shoal.exchanging.base import CLIMB, Kind
+from shoal.exchanging.base import Kind
 from shoal.exchanging.servers.shared_memory import SharedFolder
 
 Servers = Literal["auto", "direct", "processes", "threads"]
@@ -109,23 +109,17 @@ def no_room(needed: int, what: str, remedy: str) -> None:
         )
 
 
-def asynchronous_rates(given: Rates, replicas: int) -> Rates:
+def asynchronous_rates(given: Rates, replicas: int, *, at_servers: bool) -> Rates:
     """Rates for updates that are each made from one replica's part of the batch, as it comes.
 
-    There are R times as many updates as one worker makes, so each goes 1 / R of the way. Gradients that were computed
-    before others' updates act as more momentum (Mitliagkas et al. 2016), so it remembers half as many updates as it was
-    told to; where replicas keep it themselves and push how far they came, the same was found best.
+    There are R times as many updates as one worker makes, and a gradient is late by R - 1 of them: each goes 1 / R of
+    the way. What momentum makes of that way, lr / (1 - momentum), is all that counts for whether late gradients are
+    borne: up to 1 / curvature where they are late by one, whatever the momentum. One worker bears up to
+    2 (1 + momentum) / curvature of lr itself; with momentum 0.9 that is a way 38 times as long. So momentum remembers a
+    quarter of the updates it was told to. `at_servers`: where it mixes the gradients of all replicas. A replica that
+    keeps it and pushes how far it came steps by gradients of its own that are not late: it remembers half.
     """
-    return Rates(given.lr / replicas, shorter(given.momentum), climb=CLIMB)
-
-
-def shorter(momentum: float) -> float:
-    """One that remembers half as many updates.
-
-    >>> round(shorter(0.9), 3), shorter(0.5), shorter(0.0)
-    (0.8, 0.0, 0.0)
-    """
-    return max(0.0, 1 - 2 * (1 - momentum))
+    return Rates(given.lr / replicas, given.momentum).remembering(1 / 4 if at_servers else 1 / 2)
 
 
 def momentum_adds_up(replicas: int, lr: float, momentum: float) -> list[str]:
