@@ -7,6 +7,7 @@ Other modules, such as torchrun, are started as people start them.
 """
 
 import ctypes
+import faulthandler
 import fcntl
 import multiprocessing as mp
 import os
@@ -42,6 +43,7 @@ LOADED = [
 _NEW_NET = 0x40000000
 _numbers = count()
 _server = vars(forkserver.ForkServer())
+_kept: list[object] = []
 
 
 class Begun(Protocol):
@@ -161,9 +163,19 @@ class Command:
         return self.returncode
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        self.wait(timeout)
-        out, err = (path.read_text() if path.exists() else "" for path in self._files)
+        """What it printed, once it has ended; where it does not end, the error has what its threads are at."""
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            self.send_signal(signal.SIGABRT)
+            self._process.join(5.0)
+            error.add_note("\n".join(self._printed()))
+            raise
+        out, err = self._printed()
         return out, err
+
+    def _printed(self) -> list[str]:
+        return [path.read_text() if path.exists() else "" for path in self._files]
 
     def send_signal(self, sig: int) -> None:
         with suppress(ProcessLookupError):
@@ -211,6 +223,7 @@ def _command(
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
+    faulthandler.enable()  # SIGABRT has it say what its threads are at
     if "OMP_NUM_THREADS" in environment:  # which torch has read already
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     vars(util)["spawnv_passfds"] = _helpers_from(_spare(), util.spawnv_passfds)
@@ -218,7 +231,9 @@ def _command(
         vars(module)["start_server"] = _Server
     if script is not None:
         sys.argv = [str(script), *arguments]
-        runpy.run_path(str(script), run_name="__main__")
+        # What the script made is kept until the process ends, as Python itself does. Let go of here, torch's DDP would end
+        # the last group and wait for a thread of Gloo that may wait for Python's lock: for ever, in 1 of 150 runs.
+        _kept.append(runpy.run_path(str(script), run_name="__main__"))
         return
     sys.argv = ["shoal", *arguments]
     from shoal.cli.main import main
