@@ -231,8 +231,8 @@ def _command(
         vars(module)["start_server"] = _Server
     if script is not None:
         sys.argv = [str(script), *arguments]
-        # Kept until the process ends, as Python itself keeps it. Were it let go of here, DDP would end the last group, and
-        # seldom (seen twice in some 150 runs) wait for ever: for a thread of Gloo that waits for Python's lock.
+        # Kept until the process ends, as Python itself keeps it. Were it let go of here, DDP would end the last group,
+        # and seldom (seen twice in some 150 runs) wait for ever: for a thread of Gloo that waits for Python's lock.
         _kept.append(runpy.run_path(str(script), run_name="__main__"))
         return
     sys.argv = ["shoal", *arguments]
