@@ -10,6 +10,8 @@ import pytest
 # reads this while torch loads, here and in all processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import torch
+
 from tests.parity.pool import Pool, RankError
 
 RunOnRanks = Callable[..., list[Any]]
@@ -29,6 +31,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="other cases are much alike; all of them with --thorough"))
+
+
+@pytest.fixture(autouse=True)
+def torch_left_as_found() -> Iterator[None]:
+    """No test leaves to the next one how many threads torch has, or that it flushes values near zero.
+
+    What a rank does in a process of its own does both, and hypothesis draws no floats where such values are flushed.
+    """
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
