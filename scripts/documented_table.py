@@ -44,6 +44,7 @@ SLIDE = "python -m benchmarks.large_image.slide PATH --side 640"
 TABLE: Mapping[str, Run | Left] = {
     # README.md
     'python -m benchmarks.step_time.bench --model alexnet --plans data,owt --others "ddp again" --link 1gbit': BY_HAND,
+    'python -m benchmarks.step_time.bench --model resnet18 --plans data/local,data --others "ddp again"': BY_HAND,
     "THP_MEM_ALLOC_ENABLE=0 python -m benchmarks.memory.bench": BY_HAND,
     "python -m benchmarks.slow_link.bench --model resnet18": BY_HAND,
     "make run": CHECKOUT,

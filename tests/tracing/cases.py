@@ -110,9 +110,12 @@ def layers(trace: Trace, kind: str, rank: int) -> set[str]:
     return {name for label in labels for name in label.split(", ")}
 
 
-def covered(trace: Trace) -> list[float]:
-    """For each rank and step the part of its measured time that slices tell of."""
-    parts = []
+def covered(trace: Trace) -> float:
+    """The part of a step's measured time that slices tell of: of the best step of each rank, the least.
+
+    The best, since the system may put a process aside between two slices, in any step, for as long as it likes.
+    """
+    best: dict[int, float] = {}
     for step in (piece for piece in trace.slices if piece.kind == "step"):
         until, total = step.start, 0.0
         own = (p for p in trace.slices if (p.rank, p.step, p.lane) == (step.rank, step.step, "compute"))
@@ -120,5 +123,5 @@ def covered(trace: Trace) -> list[float]:
             start, end = max(piece.start, until), min(piece.end, step.end)
             if end > start:
                 total, until = total + end - start, end
-        parts.append(total / step.seconds)
-    return parts
+        best[step.rank] = max(best.get(step.rank, 0.0), total / step.seconds)
+    return min(best.values())
