@@ -146,10 +146,9 @@ class Run:
         *,
         saving: bool,
         heartbeat: float = HEARTBEAT,
-        margin: float = MARGIN,
         begin: Begin = as_a_program,
     ) -> None:
-        self.out, self.mode, self.heartbeat, self.patience = folder / "run", mode, heartbeat, heartbeat + margin
+        self.out, self.mode, self.heartbeat, self.patience = folder / "run", mode, heartbeat, heartbeat + MARGIN
         (folder / "mine.py").write_text(NET)
         self.printed = folder / "printed"
         self.process = begin(folder, ["train", *self.settings(saving=saving), "--out", str(self.out)], self.printed)
@@ -283,12 +282,11 @@ def strike(
     *,
     saving: bool,
     heartbeat: float = HEARTBEAT,
-    margin: float = MARGIN,
     begin: Begin = as_a_program,
 ) -> None:
     """One run: all its stops, then its kills."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), MODES[mode], saving=saving, heartbeat=heartbeat, margin=margin, begin=begin)
+        run = Run(Path(folder), MODES[mode], saving=saving, heartbeat=heartbeat, begin=begin)
         score.runs += 1
         try:
             if (why := run.begin()) is not None:

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[str]:
     assert gone(tmp_path)
 
 
-def gone(folder: Path, seconds: float = 20.0) -> bool:
+def gone(folder: Path, seconds: float = 5.0) -> bool:
     pids = [int(path.read_text()) for path in folder.glob("rank*")]
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
