@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "shoal"
 
 NOUNS = {
-    *("_version", "errors", "units", "files", "machine"),
+    *("_version", "errors", "units", "files", "machine", "uncollected"),
     *("partition", "moves", "graph", "plan", "traffic", "config", "result", "verdict", "cluster", "timings"),
     *("exchanges", "inference", "optimizers", "timeline", "diary", "comparison", "outline", "paper"),
 }
@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "units": set(),
     "files": set(),
     "machine": set(),
+    "uncollected": set(),
     "partition": {"errors"},
     "moves": {"partition"},
     "graph": {"partition"},
@@ -38,11 +39,22 @@ ALLOWED: dict[str, set[str]] = {
     "comparison": {"errors", "files"},
     "outline": {"errors", "files", "partition"},
     "operators": {"graph", "partition"},
-    "capturing": {"errors", "graph", "operators"},
+    "capturing": {"errors", "uncollected", "graph", "operators"},
     "building": {"errors", "partition"},
     "lowering": {"errors", "graph", "moves", "partition", "traffic", "operators"},
     "simulating": {"errors", "cluster", "partition", "moves", "traffic", "timeline", "operators", "lowering"},
-    "planning": {"errors", "units", "graph", "partition", "moves", "plan", "cluster", "operators", "lowering"}
+    "planning": {
+        "errors",
+        "units",
+        "uncollected",
+        "graph",
+        "partition",
+        "moves",
+        "plan",
+        "cluster",
+        "operators",
+        "lowering",
+    }
     | {"outline", "traffic", "timeline", "simulating"},
     "transport": {"errors", "traffic", "timeline", "diary"},
     "tracing": {"errors", "files", "timeline", "diary", "transport"},

@@ -11,7 +11,6 @@
 What torch does in a thread that captures nothing meanwhile is as ever.
 """
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from torch.fx.experimental import proxy_tensor
 
 from shoal.capturing.place import CAPTURING, LAYERS, TORCH, TRACING
 from shoal.capturing.replacing import here, replaced
+from shoal.uncollected import uncollected
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def lean() -> Iterator[None]:
     from torch.export import _trace  # it loads much, which only a capture needs
 
     with ExitStack() as stack:
-        stack.enter_context(_without_collector())
+        stack.enter_context(uncollected())
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(replaced(proxy, "CapturedTraceback", _Stack))
         for owner, name, own in (
@@ -46,17 +46,6 @@ def lean() -> Iterator[None]:
             plain = getattr(owner, name)
             stack.enter_context(replaced(owner, name, here(partial(own, plain), plain)))
         yield
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _no_summary(_plain: Callable[..., Any], *_: Any, **__: Any) -> None:

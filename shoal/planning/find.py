@@ -22,9 +22,9 @@ from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import FEW_RANKS, stages_of
 from shoal.planning.strategies import NAMES
-from shoal.planning.uncollected import uncollected
 from shoal.planning.why import Alternative, alternatives, close_calls, explained_by
 from shoal.planning.within_limit import minimise_under
+from shoal.uncollected import uncollected
 
 TABLES_MEMORY = 2.0
 """The tables' bytes of a plan that just fits, as a multiple of the played ones, are sought up to this."""

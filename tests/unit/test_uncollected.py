@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from shoal.planning.uncollected import uncollected
+from shoal.uncollected import uncollected
 
 
 def test_the_collector_rests_within_and_goes_on_afterwards() -> None:
