@@ -220,7 +220,7 @@ class TrainConfig(Settings):
     optimizer_state: Literal["whole", "cut"] = "whole"
     """What the optimizer remembers of a parameter that workers have copies of: all on each, or each a part of it."""
     lr: float = Field(default=Sgd.lr, gt=0)
-    """Peak learning rate; of adam, adamw and rmsprop 0.001 and of adagrad 0.01 unless given."""
+    """Peak learning rate; unless given, of sgd what the network bears, of adam and the like 0.001, of adagrad 0.01."""
     schedule: Schedule = "cosine"
     """How the rate falls: cosine to zero, step (a tenth after 1/2 and again after 3/4), or constant."""
     warmup: float = Field(default=0.0, ge=0)
@@ -362,9 +362,10 @@ class TrainConfig(Settings):
                 f"momentum = {self.momentum:g} is not for {self.optimizer}, which has none of this name.",
                 "Leave --momentum out; what the optimizer has instead is said with --optimizer-options.",
             )
-        for name in ("lr", "momentum", "weight_decay"):
+        usual = {"lr": options.rate_for(self.model), "momentum": options.momentum, "weight_decay": options.weight_decay}
+        for name, value in usual.items():
             if not self.tells(name):
-                self.__dict__[name] = getattr(options, name) or 0.0
+                self.__dict__[name] = value or 0.0
         if isinstance(options, Sgd) and options.nesterov and (not self.momentum or options.dampening):
             raise ConfigError(
                 f"nesterov = true does not go with momentum = {self.momentum:g} and dampening = {options.dampening:g}.",
@@ -382,6 +383,8 @@ class TrainConfig(Settings):
         told = []
         if self.optimizer != "sgd" and not (self.tells("lr") and self.tells("weight_decay")):
             told.append(f"{self.optimizer} with --lr {self.lr:g} and --weight-decay {self.weight_decay:g}.")
+        elif not self.tells("lr") and self.lr != Sgd.lr:
+            told.append(f"--lr {self.lr:g}, which {self.model} bears, instead of {Sgd.lr:g}.")
         if options is not None and self.replicas == 1:
             told.append(f"{options.name} with one replica exchanges nothing: give --replicas.")
         if not self.tells("batch") and self.batch != usual:
@@ -755,14 +758,16 @@ class SimulateConfig(NetworkConfig):
     """Compute real gradients in simulated order, and test: how accurate after how many simulated seconds."""
     data: str | None = None
     """With train: what to train on."""
-    lr: float = Field(default=0.05, gt=0)
-    """With train: the learning rate of one worker."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    lr: float = Field(default=Sgd.lr, gt=0)
+    """With train: the learning rate of one worker; what the network bears unless given."""
+    momentum: float = Field(default=Sgd.momentum, ge=0, lt=1)
     """With train: the momentum of one worker."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no field can see alone."""
+        if not self.tells("lr"):
+            self.__dict__["lr"] = Sgd.rate_for(self.model)
         self._check_replicas()
         _check_one_source(self.cluster, self.timings)
         if self.cluster is None and self.timings is None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shoal.config import Checked, CompareConfig, PlanConfig, TrainConfig, VerifyConfig, read_recipe
 from shoal.errors import ConfigError
 from shoal.machine import cores
-from shoal.optimizers import OPTIMIZERS
+from shoal.optimizers import GENTLER_RATES, OPTIMIZERS, Sgd
+from shoal.zoo.by_name import names
 
 SHARED = "model model_options data input classes batch seed workers plan batch_norm recompute factors timeout threads "
 FLAGS = {
@@ -62,6 +63,17 @@ def test_an_optimizer_has_its_usual_rates_unless_they_are_given() -> None:
     assert TrainConfig(optimizer="adamw").decided() == ["adamw with --lr 0.001 and --weight-decay 0.01."]
     assert TrainConfig(optimizer="adamw", lr=0.1, weight_decay=0).decided() == []
     assert TrainConfig().decided() == []
+
+
+def test_networks_that_do_not_bear_the_usual_rate_have_a_lower_one() -> None:
+    acoustic = TrainConfig(model="acoustic")
+    assert acoustic.lr == 0.03
+    assert acoustic.decided() == ["--lr 0.03, which acoustic bears, instead of 0.05."]
+    assert TrainConfig(model="acoustic", lr=0.05).lr == 0.05
+    assert TrainConfig(model="acoustic", lr=0.05).decided() == []
+    assert TrainConfig(model="acoustic", optimizer="adam").lr == 0.001
+    assert set(GENTLER_RATES) <= set(names())
+    assert all(rate < Sgd.lr for rate in GENTLER_RATES.values())
 
 
 def _optimized(name: Any) -> TrainConfig:
