@@ -7,7 +7,7 @@ import click
 
 from shoal.cli.options import options_of
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, OutputError
 from shoal.launching import load_ahead, surrounding
 from shoal.machine import cores, has_gpu_driver
 from shoal.result import RunResult
@@ -120,11 +120,23 @@ def _goes_on_by_itself(config: TrainConfig, values: dict[str, Any], *, as_json: 
     changes = running.changes_to(folder, values)
     if folder.result.exists() and not {"epochs", "patience"} & changes.keys():
         _say(f"the run in {folder.path} is finished: see {folder.result}", aside=as_json)
-        _print_result(RunResult.model_validate_json(folder.result.read_text(encoding="utf-8")), as_json=as_json)
+        _print_result(_read_result(folder.result), as_json=as_json)
         return True
     _say(f"going on with the run in {folder.path} ...", aside=as_json)
     _print_result(running.resume(folder.path, changes, progress_for_people(aside=as_json)), as_json=as_json)
     return True
+
+
+def _read_result(path: Path) -> RunResult:
+    """Of a finished run. The file is whole or absent as we write it; others may have touched it."""
+    try:
+        return RunResult.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise OutputError(
+            f"the run is finished, but {str(path)!r} cannot be read: {why}.",
+            "Remove that file: the same command then goes on from the last checkpoint, and writes it anew.",
+        ) from None
 
 
 def _go_on(folder: Path, recipe: Path | None, changes: dict[str, str], *, as_json: bool) -> None:

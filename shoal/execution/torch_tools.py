@@ -56,6 +56,11 @@ def elementwise_optimizer(kind: AnyOptimizer) -> AnyOptimizer:
     return kind
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is known to treat each element alone, so that what it remembers of a parameter has its shape."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def tell_torch(network: ParallelModule) -> None:
     """Let torch's tools know a network with cut parameters."""
     _tell_once()
@@ -184,7 +189,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     cut = [shard for shard in _shards(optimizer) if shard[0]._states.is_cut(shard[1])]
     if not cut:
         return
-    if type(optimizer) not in _ELEMENTWISE:
+    if not is_elementwise(optimizer):
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
         raise RunError(
             f"{type(optimizer).__name__} may look at a parameter as a whole, and this rank holds only a part of "

@@ -395,13 +395,15 @@ class _Whence:
         """The checkpoint at `path`, or the newest whole one of the run there, if the run can go on."""
         checkpoint, said = folder.choose(path)
         state = read_state(checkpoint, config)
-        past = read_past(checkpoint, state, config, about.train_samples)
+        with checkpoint.trusted():
+            past = read_past(checkpoint, state, config, about.train_samples)
+            repeated_before, metrics_length = (state["progress"][name] for name in ("repeated", "metrics_length"))
         folder.check_unfinished(past.counted // about.steps_per_epoch, config, stopped=past.best.stops(config.patience))
         before = settings_before(state)
-        repeated = past.samples_repeated - state["progress"]["repeated"]
+        repeated = past.samples_repeated - repeated_before
         lost = () if own_carried_over(state, config) else state.get("own_of_replicas", ())
         said = [*said, *told(before, config, repeated, lost)]
-        return cls(checkpoint, past, state["progress"]["metrics_length"], said)
+        return cls(checkpoint, past, metrics_length, said)
 
 
 def _options(config: TrainConfig) -> ExchangeOptions:

@@ -71,7 +71,7 @@ class MetricsFile:
 
     def __init__(self, path: Path | None, *, length: int = 0) -> None:
         self._file: io.BytesIO | io.FileIO = io.BytesIO() if path is None else _opened(path)
-        there = self._file.read(length)
+        there = self._file.read()[: max(0, length)]  # whatever length a checkpoint says, no more than there is
         self.lacks_lines = path is not None and len(there) < length
         """Whether lines of the steps before are missing."""
         length = there.rfind(b"\n") + 1 if self.lacks_lines else len(there)

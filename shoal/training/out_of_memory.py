@@ -21,7 +21,7 @@ def out_of_memory(error: Exception, config: TrainConfig) -> OutOfMemoryError | N
         return None
     explained = OutOfMemoryError(
         f"a step of {config.model!r} with batch {config.batch} on {config.workers} workers, plan "
-        f"{config.plan!r}, needs more memory than there is: {str(error).splitlines()[0]}",
+        f"{config.plan!r}, needs more memory than there is: {(str(error) or type(error).__name__).splitlines()[0]}",
         "Cut the images over more workers (--workers N --plan spatial), take a smaller --batch, or add --recompute.",
     )
     for note in getattr(error, "__notes__", ()):

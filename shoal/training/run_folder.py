@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -111,10 +111,13 @@ class RunFolder:
         return self.path / "restarts.jsonl"
 
     def _restarts(self) -> list[dict[str, Any]]:
-        try:
-            return [json.loads(line) for line in self.restarts_file.read_text(encoding="utf-8").splitlines()]
-        except FileNotFoundError:
-            return []
+        """The whole lines. A kill, or a full disk, may have left half of one."""
+        found = []
+        with suppress(FileNotFoundError):
+            for line in self.restarts_file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
 
     @property
     def replaced(self) -> int:
@@ -136,8 +139,12 @@ class RunFolder:
             self._append(json.dumps({"stepped": time.time()}))
 
     def _append(self, line: str) -> None:
-        with self.writing(self.restarts_file), self.restarts_file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        """A line of its own, also behind half of one."""
+        with self.writing(self.restarts_file), self.restarts_file.open("ab+") as file:
+            end = file.tell()
+            file.seek(max(0, end - 1))
+            behind_half = file.read(1) not in (b"", b"\n")
+            file.write(b"\n" * behind_half + line.encode() + b"\n")
 
     @property
     def can_go_on(self) -> bool:

@@ -976,6 +976,25 @@ def test_what_averages_every_step_goes_on_exactly_for_each_other(shoal: Shoal, m
     assert not [line for line in lines(tmp_path / "run", "warning") if "carry over" in line["text"]]
 
 
+def test_what_counts_fewer_steps_is_still_the_newest(shoal: Shoal, mine: list[str], tmp_path: Path) -> None:
+    """Replicas that take batches one by one count twice as many steps as those that share each: nothing is lost."""
+    run = shoal("train", *mine, "--epochs", "3", "--replicas", "2", "--exchange", "easgd", "--out", "o")
+    assert run.returncode == 0, run.stderr
+    many = RunFolder(tmp_path / "o").checkpoints.all()[-1].steps
+    run = shoal("train", "--resume", "o", "--epochs", "4", "--exchange", "allreduce")
+    assert run.returncode == 0, run.stderr
+    newest, damaged = RunFolder(tmp_path / "o").checkpoints.newest_whole()
+    assert newest is not None
+    assert not damaged
+    assert newest.steps < many
+    assert newest.steps == result_of(tmp_path / "o")["steps"]
+    run = shoal("train", "--resume", "o", "--epochs", "5", "--exchange", "none", "--replicas", "1", "--workers", "1")
+    assert run.returncode == 0, run.stderr
+    assert f"going on after step {newest.steps}" in run.stderr + run.stdout
+    result = result_of(tmp_path / "o")
+    assert (result["samples"], result["samples_repeated"]) == (400, 0)
+
+
 @pytest.mark.parametrize(
     ("before", "afterwards"),
     [

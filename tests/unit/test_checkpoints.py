@@ -3,11 +3,13 @@
 import errno
 import hashlib
 import json
+import os
 import struct
 import zlib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -225,6 +227,34 @@ def of_files_elsewhere(checkpoint: Checkpoint) -> str:
     return "manifest.json names files elsewhere"
 
 
+def with_an_unlisted_state(checkpoint: Checkpoint) -> str:
+    path = checkpoint.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["state.json"]
+    path.write_text(json.dumps(manifest))
+    return "manifest.json does not list state.json"
+
+
+def with_a_pipe(checkpoint: Checkpoint) -> str:
+    (checkpoint.path / "manifest.json").unlink()
+    os.mkfifo(checkpoint.path / "manifest.json")
+    return "manifest.json is missing"
+
+
+def nested_without_end(checkpoint: Checkpoint) -> str:
+    (checkpoint.path / "manifest.json").write_text("[" * 200_000)
+    return (
+        "manifest.json cannot be read: maximum recursion depth exceeded while decoding a JSON array from a unicode "
+        "string"
+    )
+
+
+DAMAGES = [
+    *(flip, shorten, remove, without_manifest, of_another_version, of_files_elsewhere, with_an_unlisted_state),
+    *(with_a_pipe, nested_without_end),
+]
+
+
 def test_checkpoints_of_the_version_before_are_read_and_checked(tmp_path: Path) -> None:
     """Their manifests had the SHA-256 of every file."""
     checkpoint = make(CheckpointFolder(tmp_path / "checkpoints"), 5)
@@ -242,7 +272,7 @@ def test_checkpoints_of_the_version_before_are_read_and_checked(tmp_path: Path) 
     assert flip(checkpoint) == checkpoint.damage()
 
 
-@pytest.mark.parametrize("damage", [flip, shorten, remove, without_manifest, of_another_version, of_files_elsewhere])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_the_one_before_used(damage: Callable[[Checkpoint], str], tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     older, newer = make(folder, 5), make(folder, 9)
@@ -255,7 +285,7 @@ def test_damage_is_named_and_the_one_before_used(damage: Callable[[Checkpoint], 
 def test_the_newest_are_kept_and_equal_steps_sort_by_age(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert (folder.all(), folder.newest_whole()) == ([], (None, []))
-    for steps in (9, 100_000_000, 10, 10):
+    for steps in (9, 10, 10, 100_000_000):
         make(folder, steps)
     names = ["step-00000009", "step-00000010", "step-00000010-2", "step-100000000"]
     assert [checkpoint.path.name for checkpoint in folder.all()] == names
@@ -263,6 +293,30 @@ def test_the_newest_are_kept_and_equal_steps_sort_by_age(tmp_path: Path) -> None
     folder.keep(1)
     assert [checkpoint.path.name for checkpoint in folder.all()] == ["step-00000010-2"]
     assert sorted(path.name for path in folder.path.iterdir()) == ["left-step-100000000", "step-00000010-2"]
+
+
+def test_steps_that_are_counted_anew_are_newer(tmp_path: Path) -> None:
+    """A run that goes on with batches twice as large has done half the steps."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    for steps in (500, 250, 280, 280, 140, 501):
+        made = make(folder, steps)
+        folder.keep(2)
+        assert folder.newest_whole() == (made, [])
+        assert made.steps == steps
+    assert [checkpoint.path.name for checkpoint in folder.all()] == ["step-00000140.3", "step-00000501.3"]
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_whatever_steps_come_after_each_other_the_last_is_the_newest(steps: list[int]) -> None:
+    with TemporaryDirectory() as name:
+        folder = CheckpointFolder(Path(name))
+        made = []
+        for count in steps:
+            path = folder.free_path(count)
+            path.mkdir()
+            made.append(Checkpoint(path))
+        assert folder.all() == made
+        assert [checkpoint.steps for checkpoint in made] == steps
 
 
 def test_drafts_of_killed_runs_are_removed_and_never_found(tmp_path: Path) -> None:
@@ -280,6 +334,7 @@ def test_ranks_hand_their_files_over(tmp_path: Path) -> None:
     drafts = [Draft(folder, "save-1", 5) for _ in range(2)]
     drafts[1].write_parts("model-rank1.safetensors", {"w": second})
     drafts[0].write_parts("model.safetensors", {"w": first})
+    drafts[0].write_json("state.json", {})
     with pytest.raises(PeerError, match=r"ranks 1 did not write their part of a checkpoint within 0\.05 seconds"):
         drafts[0].take_over([1], timeout=0.05)
     drafts[1].hand_over(1)
@@ -287,7 +342,7 @@ def test_ranks_hand_their_files_over(tmp_path: Path) -> None:
     checkpoint = drafts[0].commit(3)
     assert checkpoint.damage() is None
     assert torch.equal(checkpoint.tensors("model").read("w"), WHOLE)
-    assert sorted(checkpoint.files()) == ["model-rank1.safetensors", "model.safetensors"]
+    assert sorted(checkpoint.files()) == ["model-rank1.safetensors", "model.safetensors", "state.json"]
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 3), (4, 4), (6, 4)])

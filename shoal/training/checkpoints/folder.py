@@ -20,8 +20,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ from shoal.training.checkpoints.tensor_files import (
 
 SCHEMA, _SCHEMA_OF_SHA256 = "shoal.checkpoint/6", "shoal.checkpoint/5"
 MANIFEST, STATE = "manifest.json", "state.json"
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?(?:-(\d+))?")
+"""Steps; behind a point, that steps were counted anew, in larger batches, so many times less one; behind a dash, that
+it is not the first of these steps."""
+_NOT_AS_SAVED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""What Python says of a value that is missing, of another type, or out of all bounds."""
 _LOOK_SECONDS = 0.01
 """Between two looks at whether another rank has written its part."""
 
@@ -66,15 +70,15 @@ class Checkpoint:
     path: Path
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Its steps, and which one of these steps it is."""
+    def order(self) -> tuple[int, int, int]:
+        """Which counting of steps it is of, its steps, and which one of these steps it is: a later one sorts behind."""
         found = _NAME.fullmatch(self.path.name)
-        return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+        return (int(found[2] or 1), int(found[1]), int(found[3] or 1)) if found else (0, -1, 0)
 
     @property
     def steps(self) -> int:
         """Steps that are in it."""
-        return self.order[0]
+        return self.order[1]
 
     def damage(self) -> str | None:
         """What is wrong with it; None where every file is as it was written. Costs reading all of it."""
@@ -91,6 +95,21 @@ class Checkpoint:
         except OSError as error:
             return f"it cannot be read: {error.strerror or error}"
         return None
+
+    @contextmanager
+    def trusted(self) -> Iterator[None]:
+        """While what it says is used: whatever does not fit is a `CheckpointError`, since anybody may have written it.
+
+        Checksums find damage, not what was never right.
+        """
+        try:
+            yield
+        except _NOT_AS_SAVED as error:
+            raise CheckpointError(
+                f"checkpoint {str(self.path)!r} does not say what a run needs to go on: "
+                f"{type(error).__name__}: {str(error).strip() or 'no more is known'}.",
+                "Go on from another checkpoint.",
+            ) from error
 
     def files(self) -> list[str]:
         """The names of its files, but for the manifest."""
@@ -112,11 +131,11 @@ class Checkpoint:
 
     def json(self, name: str) -> dict[str, Any]:
         """A file of texts and numbers."""
+        if not (self.path / name).is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{name} is missing.", "Go on from another checkpoint.")
         try:
             content = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{name} is missing.", "Go on from another checkpoint.") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} cannot be read: {error}.", "Go on from another checkpoint.") from None
         if not isinstance(content, dict):
             raise CheckpointError(f"{name} does not hold names and values.", "Go on from another checkpoint.")
@@ -135,6 +154,8 @@ class Checkpoint:
             raise CheckpointError(f"{MANIFEST} lists no files.", "Go on from another checkpoint.") from None
         if any(Path(name).name != name for name in seals):
             raise CheckpointError(f"{MANIFEST} names files elsewhere.", "Go on from another checkpoint.")
+        if STATE not in seals:
+            raise CheckpointError(f"{MANIFEST} does not list {STATE}.", "Go on from another checkpoint.")
         return seals
 
 
@@ -191,9 +212,15 @@ class CheckpointFolder:
             shutil.rmtree(old, ignore_errors=True)
 
     def free_path(self, steps: int) -> Path:
-        """A name for a checkpoint of so many steps that sorts after those there are."""
-        before = [checkpoint.order[1] for checkpoint in self.all() if checkpoint.steps == steps]
-        return self.path / (f"step-{steps:08d}-{max(before) + 1}" if before else f"step-{steps:08d}")
+        """A name for a checkpoint of so many steps that sorts after those there are.
+
+        A run that goes on with larger batches has fewer steps than before: its steps are a new counting.
+        """
+        counting, most, again = max((checkpoint.order for checkpoint in self.all()), default=(1, -1, 0))
+        if steps < most:
+            counting += 1
+        name = f"step-{steps:08d}" + (f".{counting}" if counting > 1 else "")
+        return self.path / (f"{name}-{again + 1}" if steps == most else name)
 
 
 class Draft:

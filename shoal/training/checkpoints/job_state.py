@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.execution.torch_tools import is_elementwise
 from shoal.training.checkpoints.folder import Checkpoint, Draft, file_of_rank
 from shoal.training.checkpoints.staging import Staging, room_for
 from shoal.training.checkpoints.tensor_files import Part, Parts, SavedTensors
@@ -85,8 +86,14 @@ def write_snapshot(draft: Draft, snapshot: Snapshot, rank: int) -> None:
 def put_in(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job, *, batches: int) -> None:
     """Network, optimizer and random state of a checkpoint with this state, after training on so many batches.
 
-    Each rank reads the boxes that it holds. A network with other tensors is a `CheckpointError`.
+    Each rank reads the boxes that it holds. A network with other tensors, and a state that says nonsense, is a
+    `CheckpointError`.
     """
+    with checkpoint.trusted():
+        _put_in(checkpoint, state, job, batches)
+
+
+def _put_in(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job, batches: int) -> None:
     held, rank = job.network.held(), job.network.rank
     model = checkpoint.tensors("model")
     _check_fit(model, held, checkpoint)
@@ -166,6 +173,13 @@ def _put_in_optimizer(checkpoint: Checkpoint, job: Job, held: Mapping[str, Held]
         shape = saved.shape(key)
         if shape and shape == held[name].shape:
             value = job.network.like_parameter(parameter, _own_part(saved, key, held[name], held[name].tensor))
+        elif is_elementwise(job.optimizer) and (shape or not saved.dtype(key).is_floating_point):
+            # Torch's kernels trust the sizes of what they find here, and would write beyond it.
+            raise CheckpointError(
+                f"checkpoint {str(checkpoint.path)!r}: {key!r} is of shape {shape} and {saved.dtype(key)}: "
+                f"{type(job.optimizer).__name__} remembers no such of a parameter of shape {held[name].shape}.",
+                "Go on from another checkpoint.",
+            )
         else:
             value = saved.read(key)
             group = groups[id(parameter)]
@@ -192,6 +206,11 @@ def _check_fit(saved: SavedTensors, held: Mapping[str, Held], checkpoint: Checkp
         for name, part in held.items()
         if name in saved and saved.shape(name) != part.shape
     ]
+    wrong += [
+        f"{name!r} is of {saved.dtype(name)}, not {part.tensor.dtype}"
+        for name, part in held.items()
+        if name in saved and saved.dtype(name) != part.tensor.dtype
+    ]
     if wrong:
         raise CheckpointError(
             f"checkpoint {str(checkpoint.path)!r} is not of this network: {wrong[0]}.",
@@ -208,7 +227,9 @@ def keep_random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def put_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on with what `keep_random_state` gave."""
+    """Go on with what `keep_random_state` gave; a `ValueError` where it is not that."""
+    if state["cpu"].shape != torch.get_rng_state().shape:
+        raise ValueError("it holds no random state of torch's")
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

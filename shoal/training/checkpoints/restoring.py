@@ -5,7 +5,6 @@ from typing import Any
 
 from shoal.config import TrainConfig
 from shoal.data import Position
-from shoal.errors import CheckpointError
 from shoal.training.checkpoints.carry_over import (
     PLACES_OF_PARTS,
     check_settings,
@@ -22,12 +21,8 @@ from shoal.training.numbering import Done, Numbering
 def read_state(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
     """What of a checkpoint is no tensor, if it is of a run with these settings but for those that may change."""
     state = checkpoint.state()
-    try:
+    with checkpoint.trusted():
         check_settings(state["config"], config)
-    except (KeyError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"checkpoint {str(checkpoint.path)!r}: its state.json lacks settings.", "Go on from another checkpoint."
-        ) from None
     return state
 
 
@@ -61,6 +56,12 @@ def restore(checkpoint: Checkpoint, job: Job) -> tuple[Progress, list[str]]:
     `CheckpointError`; `job` must then not be used.
     """
     state = read_state(checkpoint, job.config)
+    with checkpoint.trusted():
+        return _restored(checkpoint, state, job)
+
+
+def _restored(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job) -> tuple[Progress, list[str]]:
+    """What `restore` promises, of a state with settings that fit."""
     before, network = settings_before(state), job.network
     done, repeated = done_before(state, job.config, job.loader.order.samples)
     put_in(checkpoint, state, job, batches=done.counted * job.config.accumulate)

@@ -223,7 +223,7 @@ class SavedTensors:
                     held = tuple(file.get_slice(name).get_shape())
                     place = _place(places[name], held) if name in places else Place.whole(held)
                     self._pieces.setdefault(name, []).append((file, place))
-            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError(
                     f"{str(path)!r} is not a file of tensors: {str(error).splitlines()[0].rstrip('.')}.",
                     "Go on from another checkpoint.",
@@ -239,6 +239,11 @@ class SavedTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a whole tensor."""
         return self._pieces[name][0][1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor's elements."""
+        said = self._pieces[name][0][0].get_slice(name).get_dtype()
+        return next(dtype for dtype, its in _DTYPES.items() if its == said)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, or all of it, in memory of its own."""
