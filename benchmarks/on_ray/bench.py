@@ -91,7 +91,7 @@ def wait_until(condition: Callable[[], object], run: "subprocess.Popen[str]", se
 
 def strike(case: Case, cluster: Nodes, out: Path, run: "subprocess.Popen[str]") -> float:
     """Strike, once it trains; seconds until a whole gang trains again."""
-    wait_until(lambda: steps_logged(out) >= 3, run)
+    wait_until(lambda: steps_logged(out) >= 3 and len(cluster.ranks()) == 2, run)  # a replica may come late
     is_late_replica = "downpour" in case.options
     begun = time.monotonic()
     if case.strike == "actor":
