@@ -161,18 +161,17 @@ def _strike(run: Struck, victim: str, draw: random.Random, score: Score) -> None
 
 
 def _after_restart(run: Struck, times: int, struck: float) -> Seconds | None:
-    """When the run had gone on by itself once more."""
+    """When the run had gone on by itself after this: an elastic one may have grown by itself in the moment before."""
     folder = RunFolder(run.out)
 
-    def gone_on() -> bool:
-        changes = folder.went_on
-        return len(changes) > times and changes[times].seconds_to_go_on is not None
+    def gone_on() -> list[tuple[float, float]]:
+        changes = [(change.noticed, change.seconds_to_go_on) for change in folder.went_on[times:]]
+        return [(noticed, seconds) for noticed, seconds in changes if noticed >= struck and seconds is not None]
 
-    if run.wait_until(gone_on, GO_ON_SECONDS) is None:
+    if run.wait_until(lambda: bool(gone_on()), GO_ON_SECONDS) is None:
         return None
-    change = folder.went_on[times]
-    assert change.seconds_to_go_on is not None
-    return Seconds(max(0.0, change.noticed - struck), change.noticed + change.seconds_to_go_on - struck)
+    noticed, seconds = gone_on()[0]
+    return Seconds(noticed - struck, noticed + seconds - struck)
 
 
 def _finish(run: Struck, folder: Path, score: Score) -> None:
