@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -134,6 +135,23 @@ def test_in_the_place_of_a_lost_node_one_that_comes_back_gives_a_replica(
     printed = run.communicate(timeout=60)
     assert run.returncode == 130, printed
     assert "shoal train --resume o" in printed[1]
+
+
+@needs_ray
+def test_a_killed_conductor_is_followed_by_another_that_starts_all_replicas_again(
+    train: Callable[..., Begun], tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "o")
+    run = train("--replicas", "2", "--exchange", "downpour", *LONG, "--checkpoint-every", "200steps", "--restarts", "1")
+    wait_for(lambda: saved(folder.path) >= 200, run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    (conductor,) = (child for child in children if child.name() == "shoal conductor")
+    conductor.kill()
+    wait_for(lambda: folder.restarts == 1 and folder.went_on[0].seconds_to_go_on is not None, run)
+    assert folder.went_on[0].step >= 200
+    run.send_signal(signal.SIGINT)
+    printed = run.communicate(timeout=60)
+    assert run.returncode == 130, printed
 
 
 @needs_ray
