@@ -86,6 +86,8 @@ class ExchangeOptions(BaseModel):
     """Whether replicas go on with weights of their own, which are not the common ones."""
     counts_received: ClassVar[bool] = False
     """Whether what replicas receive counts as sent between them: servers are no replicas."""
+    registers: ClassVar[bool] = False
+    """Whether replicas that share memory must see there who takes part now."""
 
     heartbeat: float = Field(default=5.0, gt=0)
     """Seconds without a sign of life after which a replica counts as frozen and its batches go to others; and after

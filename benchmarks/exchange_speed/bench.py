@@ -15,6 +15,9 @@ that wait for it are left out unless named by `--only`.
 `--floor`: DDP, and two replicas that exchange one number after every step, take turns too: what any exchange that waits
 in every step has to pay.
 `--before CHECKOUT`: the same exchanges of an older Shoal, such as a `git worktree`, take turns with the rest.
+`--cpu`: processor time per step instead, of replicas and servers, in all their threads, and the share of the ceiling
+that it comes to where every core is busy: for a machine that does other work too. Few rounds will do, of many steps
+each (`--rounds 5 --steps 100`).
 """
 
 import argparse
@@ -23,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from benchmarks.common.before import import_before
 from benchmarks.common.memory import require
+from benchmarks.common.processor import ProcessorTime
 from benchmarks.common.ranks import become_rank, is_rank, start_ranks
 from benchmarks.common.trained import Trained, turn_of
 from benchmarks.common.turns import Measured, Step, take_turns
@@ -62,12 +67,19 @@ REPLICA_COPIES = 5
 SERVER_COPIES = 6
 """Weights, momentum and sum, and what arrives from two replicas."""
 PROCESS_BYTES = 300_000_000
+WARM_UP = 1
+"""Rounds that do not count."""
 CEILING, NULL, ALONE = "none", "none again", "alone"
 DDP, MEETING = "ddp", "one number after every step"
 HEAD = (
     "| side | steps/s | share of the ceiling | quartiles | goal | over one worker | staleness "
     "| MB each way per step |\n"
     "|---|---|---|---|---|---|---|---|"
+)
+HEAD_OF_CPU = (
+    "| side | processor ms per step: gradients | optimizer and exchange (quartiles) | implied share of the ceiling "
+    "| goal | staleness | MB each way per step |\n"
+    "|---|---|---|---|---|---|---|"
 )
 
 
@@ -85,7 +97,7 @@ def main() -> None:
         print(bench.title(), flush=True)
         if left_out:
             print(f"Left out, because they wait for the slow replica: {', '.join(left_out)}.")
-        print(HEAD, flush=True)
+        print(HEAD_OF_CPU if args.cpu else HEAD, flush=True)
     names = list(sides)
     for first in range(0, len(names), args.at_once or len(names)):
         bench.run({name: sides[name] for name in names[first : first + (args.at_once or len(names))]})
@@ -109,6 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--at-once", type=int, default=0, help="sides that take turns with each other; all unless given"
     )
+    parser.add_argument("--cpu", action="store_true", help="processor time per step instead of steps per second")
     parser.add_argument("--before", type=Path, help="another checkout, whose exchanges take turns too")
     return parser.parse_args()
 
@@ -143,8 +156,27 @@ class Entrant:
 
     turn: Step
     steps: int
+    trained: Trained
     side: Side | None = None
     exchange: Any = None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Processor milliseconds per step, in each round: of a replica's gradients, and of all else, servers' too."""
+
+    gradients: list[float]
+    beside: list[float]
+
+    @classmethod
+    def of(cls, by_rank: list[list[tuple[float, float]]], steps: int) -> "Spent":
+        """From what each rank noted of each round: seconds of all, and of its gradients."""
+        gradients, beside = [], []
+        for ranks in zip(*by_rank, strict=True):
+            whole, part = (1000 * sum(column) / len(ranks) / steps for column in zip(*ranks, strict=True))
+            gradients.append(part)
+            beside.append(whole - part)
+        return cls(gradients, beside)
 
 
 class Bench:
@@ -172,21 +204,46 @@ class Bench:
     def run(self, sides: dict[str, Side]) -> None:
         """Let them take turns with the ceiling, and print their lines."""
         with self._entrants(sides) as entrants:
-            measured = take_turns(
-                {name: entrant.turn for name, entrant in entrants.items()}, rounds=self._args.rounds, warm_up=1
-            )
-            lines = [self._line(name, entrants, measured) for name in entrants]
+            lines = self._by_processor(entrants) if self._args.cpu else self._by_clock(entrants)
             if dist.get_rank() == 0:
                 print("\n".join(lines), flush=True)
             dist.barrier()
+
+    def _by_clock(self, entrants: dict[str, Entrant]) -> list[str]:
+        measured = self._take_turns({name: entrant.turn for name, entrant in entrants.items()})
+        return [self._line(name, entrants, measured) for name in entrants]
+
+    def _by_processor(self, entrants: dict[str, Entrant]) -> list[str]:
+        noted = ProcessorTime(until=dist.barrier)
+        self._take_turns(
+            {
+                name: noted.noting(name, entrant.turn, partial(getattr, entrant.trained, "processor_seconds"))
+                for name, entrant in entrants.items()
+            }
+        )
+        by_rank: list[dict[str, list[tuple[float, float]]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, noted.seconds)
+        spent = {
+            name: Spent.of([own[name][WARM_UP:] for own in by_rank], entrant.steps)
+            for name, entrant in entrants.items()
+        }
+        gradients = statistics.median([each for of in spent.values() for each in of.gradients])
+        whole = {name: gradients + statistics.median(of.beside) for name, of in spent.items()}
+        return [
+            self._line_of_cpu(name, entrant, spent[name], whole[CEILING] / whole[name])
+            for name, entrant in entrants.items()
+        ]
+
+    def _take_turns(self, sides: dict[str, Step]) -> Measured:
+        return take_turns(sides, rounds=self._args.rounds, warm_up=WARM_UP)
 
     @contextmanager
     def _entrants(self, sides: dict[str, Side]) -> Iterator[dict[str, Entrant]]:
         nothing = self._nothing
         free = self._both(nothing, nothing.optimizer.step, self._steps, free=True)
-        entrants = {CEILING: Entrant(free, self._steps), NULL: Entrant(free, self._steps)}
-        if not self._args.without_alone:
-            entrants[ALONE] = Entrant(self._by_the_first, self._steps)
+        entrants = {CEILING: Entrant(free, self._steps, nothing), NULL: Entrant(free, self._steps, nothing)}
+        if not self._args.without_alone and not self._args.cpu:
+            entrants[ALONE] = Entrant(self._by_the_first, self._steps, self._alone)
         if self._args.floor:
             entrants[DDP], entrants[MEETING] = self._ddp(), self._meeting()
         for name, side in sides.items():
@@ -201,11 +258,11 @@ class Bench:
         trained, steps = self._trained(), side.whole_periods(self._steps)
         exchange = package.exchange(trained.model, trained.optimizer, side.exchange, **side.options)
         both = self._both(trained, exchange.step, steps, free=not side.waits_for_all)
-        return Entrant(turn_of(both, exchange), steps, side, exchange)
+        return Entrant(turn_of(both, exchange), steps, trained, side, exchange)
 
     def _ddp(self) -> Entrant:
         trained = self._trained(DistributedDataParallel)
-        return Entrant(self._both(trained, trained.optimizer.step, self._steps, free=False), self._steps)
+        return Entrant(self._both(trained, trained.optimizer.step, self._steps, free=False), self._steps, trained)
 
     def _meeting(self) -> Entrant:
         trained, number = self._trained(), torch.zeros(1)
@@ -214,7 +271,7 @@ class Bench:
             trained.optimizer.step()
             dist.all_reduce(number)
 
-        return Entrant(self._both(trained, step, self._steps, free=False), self._steps)
+        return Entrant(self._both(trained, step, self._steps, free=False), self._steps, trained)
 
     def _trained(self, wrapped: Callable[[nn.Module], nn.Module] = lambda model: model) -> Trained:
         torch.manual_seed(0)
@@ -247,6 +304,13 @@ class Bench:
             f"| {name} | {2 * entrant.steps / seconds:.2f} | **{middle:.3f}** | {low:.3f} to {high:.3f} "
             f"| {_verdict(entrant.side, middle, self._args)} | {'' if gain is None else f'{gain:.2f}'} "
             f"| {_traffic(entrant.exchange)} |"
+        )
+
+    def _line_of_cpu(self, name: str, entrant: Entrant, spent: Spent, share: float) -> str:
+        low, beside, high = statistics.quantiles(spent.beside, n=4)
+        return (
+            f"| {name} | {statistics.median(spent.gradients):.3f} | **{beside:.3f}** ({low:.3f} to {high:.3f}) "
+            f"| {share:.3f} | {_verdict(entrant.side, share, self._args)} | {_traffic(entrant.exchange)} |"
         )
 
 

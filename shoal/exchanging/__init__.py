@@ -15,9 +15,10 @@ One file per exchange says everything about it: what it promises, its options, w
     local       own steps, then the mean of weights          local.py
 
 `base.py` is what they have in common, `replica.py` the network as they see it. `servers/` holds common weights:
-`slices.py` cuts them, `rules.py` steps, `shard.py` is a part of them, in shared memory (`shared_memory.py`) or behind a
-server (`server.py`, `process.py`). `compression/` makes smaller what is sent. `membership/` knows who takes part:
-`meeting.py` is where replicas meet, `coordinator.py` hears everybody's `pulse.py`, `seat.py` is one rank's place.
+`slices.py` cuts them, `rules.py` steps, `shard.py` is a part of them, in shared memory (`shared_memory.py`,
+`shared_consensus.py`) or behind a server (`server.py`, `process.py`). `compression/` makes smaller what is sent.
+`membership/` knows who takes part: `meeting.py` is where replicas meet, `coordinator.py` hears everybody's `pulse.py`,
+`seat.py` is one rank's place.
 """
 
 from shoal.exchanges import ExchangeOptions

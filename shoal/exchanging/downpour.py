@@ -23,15 +23,16 @@ all steps, and it pushes how far they took it (Paine).
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.diary import now
+from shoal.diary import Diary, now
 from shoal.errors import ConfigError
 from shoal.exchanges import Holding, Rates
 from shoal.exchanging.base import RESIDUAL, Exchange, distance
@@ -156,8 +157,7 @@ class Options(Compressing, Served):
         )
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """What is asked of one shard."""
 
     number: int
@@ -508,7 +508,8 @@ class Downpour(Exchange):
         rate = self._rate(rate)
         before = self._copy_now_and_then() if into is not None and values is not None else None
         decided: dict[int, Outcome] = {}
-        with self._waiting(" and ".join(["push"] * (values is not None) + ["fetch"] * (into is not None))):
+        what = "push" if into is None else "fetch" if values is None else "push and fetch"
+        with self._waiting(what):
             taken = values is not None
             if values is not None and self._may_be_dropped:
                 taken = self._push_first(self._cut(values), rate, decided)
@@ -531,30 +532,36 @@ class Downpour(Exchange):
         lane: Lane = "compute",
     ) -> list[Outcome]:
         """What became of a push, at each shard; those that `decided` already are not pushed to again."""
-        fetched = [None] * len(self._shards) if into is None else self._cut_into(into)
+        fetched = None if into is None else self._cut_into(into)
         pushed = None if values is None else self._cut(values)
         outcomes = dict(decided)
         asks: list[Ask] = []
         for number in self._turns():
             push = pushed[number] if pushed is not None and number not in outcomes else None
-            asks.append(Ask(number, push, rate, fetched[number], certain=self._may_be_dropped))
+            asks.append(Ask(number, push, rate, None if fetched is None else fetched[number], self._may_be_dropped))
+        begin, finish = self._begin, self._finish
+        if (diary := self.replica.transport.diary) is not None:
+            begin, finish = partial(self._begin_noted, diary, lane), partial(self._finish_noted, diary, lane)
         for ask in asks:
-            with self._noting(ask, "push to" if ask.push is not None else "ask", lane):
-                self._begin(ask, at_least)
+            begin(ask, at_least)
         for ask in asks:
-            with self._noting(ask, "fetch from" if ask.into is not None else "answer of", lane):
-                outcome = self._finish(ask)
+            outcome = finish(ask)
             if ask.push is not None:
                 outcomes[ask.number] = outcome
         return list(outcomes.values())
 
+    def _begin_noted(self, diary: Diary, lane: Lane, ask: Ask, at_least: int) -> None:
+        with self._noted(diary, ask, "push to" if ask.push is not None else "ask", lane):
+            self._begin(ask, at_least)
+
+    def _finish_noted(self, diary: Diary, lane: Lane, ask: Ask) -> Outcome:
+        with self._noted(diary, ask, "fetch from" if ask.into is not None else "answer of", lane):
+            return self._finish(ask)
+
     @contextmanager
-    def _noting(self, ask: Ask, what: str, lane: Lane) -> Iterator[None]:
+    def _noted(self, diary: Diary, ask: Ask, what: str, lane: Lane) -> Iterator[None]:
         """Where steps are recorded: what is done with one shard, and the bytes that go there meanwhile."""
-        diary, shard = self.replica.transport.diary, self._shards[ask.number]
-        if diary is None:
-            yield
-            return
+        shard = self._shards[ask.number]
         begun, before = now(), shard.traffic[0]
         yield
         sent = shard.traffic[0] - before
@@ -625,8 +632,10 @@ class Downpour(Exchange):
             self.tally.staleness[max((part.staleness for part in parts), default=0)] += 1
         else:
             self.tally.dropped += 1
-        traffic = [shard.traffic for shard in self._shards]
-        sent, received = (sum(numbers) for numbers in zip(*traffic, strict=True)) if traffic else (0, 0)
+        sent = received = 0
+        for shard in self._shards:
+            there, back = shard.traffic
+            sent, received = sent + there, received + back
         self.tally.sent_bytes += sent - self._traffic[0]
         self.tally.received_bytes += received - self._traffic[1]
         self._traffic = sent, received
@@ -651,7 +660,7 @@ class Downpour(Exchange):
 
 def _answer(shard: ShardClient, into: Sequence[Tensor] | None) -> Outcome:
     """Receive a shard's answer in host memory, and copy it to the device where the replica's weights are."""
-    if into is None or all(tensor.device.type == "cpu" for tensor in into):
+    if into is None or all(tensor.is_cpu for tensor in into):
         return shard.answer(into)
     arrived = [torch.empty_like(tensor, device="cpu") for tensor in into]
     outcome = shard.answer(arrived)

@@ -39,6 +39,11 @@ class Replica:
         self.names = [name for name in self.parameters if speaks_for is None or name in speaks_for]
         self.weights = [flat(bare(self.parameters[name])) for name in self.names]
         """Views of the parameters: writing to them is writing to the network."""
+        self._spoken_for = [
+            (parameter, type(parameter) is nn.Parameter and parameter.is_contiguous())
+            for parameter in (self.parameters[name] for name in self.names)
+        ]
+        """With whether each is a plain one whose elements lie in their own order; its gradient then is of that kind."""
         self._tell = tell
         self.transport = transport or Transport(alone=True)
         """Between the ranks of the replica."""
@@ -51,13 +56,17 @@ class Replica:
     def gradients(self) -> list[Tensor]:
         """Flat gradients of what this rank speaks for; zeros where backward reached none."""
         gradients = []
-        for name in self.names:
-            parameter = self.parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.stride() != parameter.stride():  # elements must be in the same order on all replicas
-                parameter.grad = torch.empty_like(bare(parameter)).copy_(bare(parameter.grad))
-            gradients.append(flat(bare(parameter.grad)))
+        for parameter, plain in self._spoken_for:
+            gradient = parameter.grad
+            # Nearly always so; whatever else is looked at costs more than the exchange of a small network.
+            if plain and gradient is not None and not gradient.requires_grad and gradient.is_contiguous():
+                gradients.append(gradient.view(-1))
+                continue
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            elif gradient.stride() != parameter.stride():  # elements must be in the same order on all replicas
+                gradient = parameter.grad = torch.empty_like(bare(parameter)).copy_(bare(gradient))
+            gradients.append(flat(bare(gradient)))
         return gradients
 
     def no_gradients(self) -> None:
@@ -163,6 +172,10 @@ def taken_over(optimizer: torch.optim.Optimizer, way_out: str, *, adagrad: bool 
 
 _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "lr_decay": 0, "eps": 1e-10}
 """Settings of SGD and Adagrad that servers cannot change, and the values that they have there."""
+
+
+TAKEN_OVER = ("momentum", "weight_decay", *_PLAIN)
+"""All that `taken_over` looks at in an optimizer's only group."""
 
 
 def bare(tensor: Tensor) -> Tensor:

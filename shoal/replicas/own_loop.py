@@ -35,7 +35,7 @@ from shoal.exchanging import (
     take_seat,
 )
 from shoal.exchanging.membership.coordinator import Coordinator
-from shoal.exchanging.replica import bare
+from shoal.exchanging.replica import TAKEN_OVER, bare
 from shoal.execution import ParallelModule
 from shoal.execution.whole import another_transport, ranks_of
 from shoal.launching import World, assembled, surrounding, table_of
@@ -209,6 +209,8 @@ class OwnLoop:
         self._options, self._optimizer, self._transport = parsed, optimizer, replica.transport
         self._in_step = InStep(parsed.name, self.number, self._show, survives=parsed.survives)
         self._taken, self._count = parsed.taken_over(optimizer), _count(optimizer)
+        self._checked: list[Any] = []
+        """The optimizer's settings as they were last found to be those that servers took over."""
         size = sum(present[rank].weight_bytes for rank in self._ranks[0])
         told = agree(assembly, lambda: self._open(world, size) if own == 0 else None)
         meeting = next(answer for answer in assembly.gather_objects(told) if answer is not None)
@@ -367,7 +369,13 @@ class OwnLoop:
                 f"the optimizer has {_count(self._optimizer)} parameters, and had {self._count} at the beginning.",
                 "Give it all parameters that are ever to be trained, and then call shoal.exchange.",
             )
-        if self._taken is not None and (now := self._options.taken_over(self._optimizer)) != self._taken:
+        if self._taken is None:
+            return
+        group, *others = self._optimizer.param_groups
+        settings = [group.get(name) for name in TAKEN_OVER]
+        if settings == self._checked and not others:  # several groups must have one rate, which may be any
+            return
+        if (now := self._options.taken_over(self._optimizer)) != self._taken:
             assert now is not None
             changed = next(name for name in now if now[name] != self._taken[name])
             raise ConfigError(
@@ -375,6 +383,7 @@ class OwnLoop:
                 f"{self._taken[changed]:g}.",
                 "Leave it as it is (the rate may change), or use 'allreduce', where every replica steps by itself.",
             )
+        self._checked = settings
 
     # Beginning and end
 

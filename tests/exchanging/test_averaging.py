@@ -28,6 +28,7 @@ KEEPS_OWN: list[tuple[str, int, dict[str, Any]]] = [
     ("easgd", 0, {"period": 1}),
     ("easgd", 2, {"period": 1}),
     ("admm", 1, {"period": 1}),
+    ("admm", 0, {"period": 1}),
     ("gossip", 0, {"period": 1, "mode": "push"}),
     ("gossip", 0, {"period": 1, "mode": "pair"}),
     ("local", 1, {"period": 100}),
@@ -441,16 +442,17 @@ def test_softsync_divides_a_gradient_by_its_staleness(servers: int) -> None:
         torch.testing.assert_close(late.weights(), begun - 1 / 3)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
 @pytest.mark.parametrize(("dual_limit", "common", "own"), [(1e6, 0.3, 0.2), (0.0, 0.2, 0.2)])
 def test_admm_steps_by_its_multipliers_and_the_distance_to_the_common_solution(
-    dual_limit: float, common: float, own: float
+    dual_limit: float, common: float, own: float, servers: int
 ) -> None:
     """One replica, gradient 1, rate 0.1, rho 0.5, two steps by hand, as distances from where it began.
 
     With multipliers: own 0.1, dual -0.05, sent 0.1 + 0.05 / 0.5 = 0.2; then a gradient of 1 - 0.05 + 0.5 * 0.1 = 1, own
     0.2, dual -0.05 + 0.5 * 0 = -0.05, sent 0.3. Without them what is sent are the own weights.
     """
-    with meeting("admm", 1, servers=1, rho=0.5, period=1, dual_limit=dual_limit) as (side, _):
+    with meeting("admm", 1, servers=servers, rho=0.5, period=1, dual_limit=dual_limit) as (side, _):
         (replica,) = sides(side, 1, momentum=0.0, weight_decay=0.0)
         begun = replica.weights()
         for _ in range(2):

@@ -14,6 +14,7 @@ from tests.exchanging.together import Side, at_once, batch, meeting
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "easgd": ("easgd", 0, {"period": 2}),
     "admm": ("admm", 1, {"period": 1}),
+    "admm, in memory": ("admm", 0, {"period": 1}),
     "gossip": ("gossip", 0, {"period": 1, "mode": "push"}),
     "local": ("local", 1, {"period": 2}),
     "local, int8": ("local", 1, {"period": 2, "compress": "int8"}),

@@ -78,12 +78,6 @@ def meeting(
     wanted = parsed.gradients_per_update(replicas)
     with ExitStack() as stack:
         kept = [Server() for _ in range(servers)]
-        coordinator = Coordinator(heartbeat=parsed.heartbeat, replicas=replicas, servers=servers, wanted=wanted)
-        stack.callback(coordinator.close)
-        for number, server in enumerate(kept):
-            stack.callback(server.close)
-            where_to = (server, coordinator.address, coordinator.token, number)
-            threading.Thread(target=serve, args=where_to, daemon=True).start()
         shared = (
             SharedFolder.create()
             if parsed.holding(replicas, one_host=True, weight_bytes=0).place == "direct" and not servers
@@ -91,6 +85,19 @@ def meeting(
         )
         if shared is not None:
             stack.callback(shared.remove)
+        coordinator = Coordinator(
+            heartbeat=parsed.heartbeat,
+            replicas=replicas,
+            servers=servers,
+            shared=shared,
+            registers=parsed.registers,
+            wanted=wanted,
+        )
+        stack.callback(coordinator.close)
+        for number, server in enumerate(kept):
+            stack.callback(server.close)
+            where_to = (server, coordinator.address, coordinator.token, number)
+            threading.Thread(target=serve, args=where_to, daemon=True).start()
         table = OwnTable()
         stack.callback(table.close)
         where = Meeting(

@@ -141,6 +141,7 @@ class Coordinator:
         servers: int = 0,
         servers_on_hosts: bool = False,
         shared: SharedFolder | None = None,
+        registers: bool = False,
         wanted: int = 0,
         host: str = "127.0.0.1",
         welcome: Mapping[str, Any] | None = None,
@@ -154,6 +155,7 @@ class Coordinator:
         self._heartbeat, self._timeout = heartbeat, timeout
         self._replicas, self._wanted_servers = replicas, servers
         self._shared = shared
+        self._register = shared.register() if shared is not None and registers else None
         self._servers: dict[int, tuple[Link | None, Address, str]] = {}
         self._frozen_servers: set[int] = set()
         self._lost_servers: set[int] = set()
@@ -486,8 +488,11 @@ class Coordinator:
         self.changed.notify_all()
 
     def _tell_members(self) -> None:
-        """Tell who takes part to everybody who needs it: servers, and ranks that have peers."""
+        """Tell who takes part to everybody who needs it: servers, replicas that share memory, and ranks with peers."""
         self._tell_updates()
+        if self._register is not None:
+            away = [number for number, member in self.members.items() if member.state == "frozen"]
+            self._register.tell(self.active(), away)
         self._tell_peers()
 
     def _tell_updates(self) -> None:

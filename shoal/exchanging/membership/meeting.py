@@ -98,6 +98,7 @@ class MeetingPlace:
                 servers=self.servers,
                 servers_on_hosts=self._on_hosts,
                 shared=self._shared,
+                registers=options.registers,
                 wanted=options.gradients_per_update(replicas),
                 host=host,
                 welcome={"kind": self.kind, "servers": self.servers},

@@ -10,7 +10,7 @@ from shoal.exchanging.membership.meeting import Meeting
 from shoal.exchanging.membership.seat import Seat
 from shoal.exchanging.replica import Replica
 from shoal.exchanging.servers.process import start_server
-from shoal.exchanging.servers.server import LocalShard, RemoteShard, Server, ShardClient, Terms
+from shoal.exchanging.servers.server import CONSENSUS, LocalShard, RemoteShard, Server, ShardClient, Terms
 from shoal.exchanging.servers.shared_memory import SharedFolder
 from shoal.exchanging.servers.slices import Slice, cut_over
 from shoal.transport.agreement import agree
@@ -38,7 +38,11 @@ def reach_shards(
         count = shards or min(MOST_SHARDS, max(1, sum(replica.sizes.values()) // SHARD_ELEMENTS))
         layout = cut_over(replica.sizes, count)
         policy = Terms(sizes=(), dtypes=(), **terms).policy()
-        mapped = SharedFolder(folder).shards(seat.rank, layout, kinds, policy)
+        shared = SharedFolder(folder)
+        if terms["rule"] == CONSENSUS:
+            mapped = shared.consensus(seat.rank, layout, kinds, policy, number)
+        else:
+            mapped = shared.shards(seat.rank, layout, kinds, policy)
         filled = [slices for slices in layout if slices]
         return [(slices, LocalShard(shard, timeout)) for slices, shard in zip(filled, mapped, strict=True)]
     servers = agree(replica.transport, lambda: _servers(seat) if seat.rank == 0 else None)

@@ -9,7 +9,7 @@ replica what it holds and by which rule, so it needs no settings of its own. Its
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol, get_args
 
@@ -330,7 +330,7 @@ class _Desk:
         with self._held.buffers.lent(self._link) as room:
             # What others pushed meanwhile is in these weights too, and in the version that is sent with them.
             version = self._held.shard.push_and_fetch(None, room).version
-            self._send_weights(replace(outcome, version=version), room)
+            self._send_weights(outcome._replace(version=version), room)
 
     def _send_weights(self, outcome: Outcome, copy: Sequence[Tensor]) -> None:
         """Answer with a copy of the weights, or with what the replica does not have of them yet."""

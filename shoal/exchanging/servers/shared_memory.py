@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.errors import RunError
 from shoal.exchanging.servers.shard import COUNTS, Policy, Shard
+from shoal.exchanging.servers.shared_consensus import CHANGES, Place, Register, SharedConsensus
 from shoal.exchanging.servers.slices import Slice
 
 PREFIX = "shoal-shared-"
@@ -157,16 +158,48 @@ class SharedFolder:
             self._shard(f"{column}-{number}", slices, kinds, policy) for number, slices in enumerate(layout) if slices
         ]
 
+    def consensus(
+        self,
+        column: int,
+        layout: Sequence[Sequence[Slice]],
+        kinds: Mapping[str, torch.dtype],
+        policy: Policy,
+        number: int,
+    ) -> list[Shard]:
+        """The same of shards whose weights are the mean of what each replica sent last; replica `number`'s view."""
+        return [
+            self._consensus(shard, f"{column}-{which}", slices, kinds, number)
+            for which, (slices, shard) in enumerate(
+                zip(filter(None, layout), self.shards(column, layout, kinds, policy), strict=True)
+            )
+        ]
+
+    def register(self) -> Register:
+        """Who takes part, for shards that are a mean of what those sent."""
+        return Register(self.path, self._mapped(CHANGES, 1, torch.int64))
+
+    def _consensus(
+        self, shard: Shard, name: str, slices: Sequence[Slice], kinds: Mapping[str, torch.dtype], number: int
+    ) -> Shard:
+        def place(which: int) -> Place:
+            sent = self._copy(f"{name}.sent{which}", slices, kinds)
+            return Place(sent, self._mapped(f"{name}.mark{which}", 1, torch.int64))
+
+        whole = {kept.name: getattr(shard, kept.name) for kept in fields(shard)}
+        return SharedConsensus(**whole, number=number, register=self.register(), place_of=place)
+
+    def _copy(self, name: str, slices: Sequence[Slice], kinds: Mapping[str, torch.dtype]) -> list[Tensor]:
+        """Memory for a tensor of each slice."""
+        tensors: list[tuple[Slice, Tensor]] = []
+        for kind in sorted({kinds[piece.name] for piece in slices}, key=str):
+            own = [piece for piece in slices if kinds[piece.name] == kind]
+            tensors += zip(own, self._tensors(f"{name}.{str(kind)[6:]}", own, kind), strict=True)
+        by_slice = dict(tensors)
+        return [by_slice[piece] for piece in slices]
+
     def _shard(self, name: str, slices: Sequence[Slice], kinds: Mapping[str, torch.dtype], policy: Policy) -> Shard:
         counts = self._mapped(f"{name}.counts", COUNTS, torch.int64)
-        copies = []
-        for copy in range(1 + policy.states):
-            tensors: list[tuple[Slice, Tensor]] = []
-            for kind in sorted({kinds[piece.name] for piece in slices}, key=str):
-                own = [piece for piece in slices if kinds[piece.name] == kind]
-                tensors += zip(own, self._tensors(f"{name}.{copy}.{str(kind)[6:]}", own, kind), strict=True)
-            by_slice = dict(tensors)
-            copies.append([by_slice[piece] for piece in slices])
+        copies = [self._copy(f"{name}.{copy}", slices, kinds) for copy in range(1 + policy.states)]
         if not policy.locked:
             return Shard(copies[0], copies[1:], counts, policy, nullcontext())
         lock = FileLock(self.path / f"{name}.lock")

@@ -47,6 +47,8 @@ _MAGIC = b"SHL1"
 _PREFIX = struct.Struct("!4sII")
 _SURELY_FREE = 16 << 20
 """Up to so many bytes are allocated without a check of the free memory."""
+_CAST_QUICKLY = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8}
+"""Types whose elements Python knows as numbers: fewer calls per buffer, of which a message may have many."""
 _AT_ONCE = 1024
 """Buffers that the system takes in one call (IOV_MAX)."""
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -403,7 +405,7 @@ def _bytes_of(buffer: Buffer) -> memoryview:
 
 
 def _bytes_of_tensor(tensor: Tensor) -> memoryview:
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    plain = tensor.is_cpu and tensor.layout == torch.strided
     # A conjugated or negated view holds other values than its memory.
     if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
@@ -412,6 +414,8 @@ def _bytes_of_tensor(tensor: Tensor) -> memoryview:
         )
     if not tensor.numel():  # which may have any strides
         return memoryview(b"")
+    if tensor.dtype in _CAST_QUICKLY:
+        return tensor.detach().numpy().data.cast("B")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data  # bytes, since numpy knows no bfloat16
 
 
