@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import ConfigError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, DiedError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -105,6 +105,10 @@ def train_here(
                 on_stage=listener.starting,
                 again=again if options.takes_late else None,
             )
+        except KeyboardInterrupt:
+            if conducting.error is None or isinstance(conducting.error, PeerError | DiedError):
+                raise  # the end of the replicas is all that went wrong
+            raise conducting.error from conducting.error.__cause__
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
                 if conducting.error is None or isinstance(conducting.error, LostError):
