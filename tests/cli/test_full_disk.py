@@ -97,7 +97,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_on_the_disk(
 ) -> None:
     (tmp_path / "mine.py").write_text(HEAVY)
     settings = ["--data", tiny, "--model", "mine:net", "--batch", "8", "--threads", "1", "--epochs", "3"]
-    run = shoal("train", *settings, *workers, "--out", "disk/run")
+    run = shoal("train", *settings, *workers, "--checkpoint-every", "1step", "--out", "disk/run")
     assert run.returncode == 1, run.stderr
     assert "cannot be written: No space left on device.\n" in run.stderr
     assert not list((disk / "run").rglob(".*.tmp"))
