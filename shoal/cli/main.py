@@ -1,9 +1,13 @@
 """The command `shoal`: finds the subcommand, turns errors into one message and an exit code."""
 
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
 
@@ -72,7 +76,8 @@ def main() -> NoReturn:
     """Run the command line. Exit 0: done, or left to others; 1: a run failed; 2: bad input; 130: interrupted."""
     ask_for_huge_pages()
     try:
-        shoal.main(prog_name="shoal", standalone_mode=False)
+        with _terminable():
+            shoal.main(prog_name="shoal", standalone_mode=False)
     except BrokenPipeError:  # the reader of our output has gone, as in `shoal doctor | head -1`
         sys.stderr.close()
         sys.exit(1)
@@ -82,6 +87,19 @@ def main() -> NoReturn:
         _print(text, err=not isinstance(error, click.exceptions.NoArgsIsHelpError))
         sys.exit(code)
     sys.exit(0)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, also before there is anything that could stop in good order."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _told(error: BaseException) -> tuple[str, int]:

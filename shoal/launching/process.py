@@ -150,6 +150,12 @@ def let_save(process: Process) -> None:
         process.pipe.send_bytes(b"save")
 
 
+def decline(process: Process) -> None:
+    """Refuse what a process offered: it tells why it ends."""
+    with suppress(OSError):  # it may have died meanwhile
+        process.pipe.send_bytes(b"end")
+
+
 def environment_of(threads: int) -> dict[str, str]:
     """What ranks find in their environment before torch loads."""
     wanted = os.environ.get(HUGE_PAGES, "1")
@@ -307,7 +313,7 @@ def _tell_launcher(report: Stage | Said) -> None:
 def offer(steps: int, stepped: float, *, whole: bool) -> bool:
     """After this process lost another: tell whoever started it what it could save; whether it should.
 
-    Waits for the answer, which comes when all have told how far they are, or with the end.
+    Waits for the answer, which comes when all have told how far they are or no longer can.
     """
     if _launcher is None:
         return False

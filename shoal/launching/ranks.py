@@ -12,10 +12,10 @@ from multiprocessing.connection import wait
 from typing import TypeVar
 
 from shoal.errors import Loss, RunError, ShoalError, StoppedError
-from shoal.launching.failure import explain
+from shoal.launching.failure import Failure, explain
 from shoal.launching.group import TIMEOUT
 from shoal.launching.place import HERE, Gang, Place
-from shoal.launching.process import OnSaid, OnStage, Process, Signals, Stages, end, let_save, packed
+from shoal.launching.process import OnSaid, OnStage, Process, Signals, Stages, decline, end, let_save, packed
 
 GRACE_SECONDS = 1.0
 """Time that the other ranks have to report after the cause is known."""
@@ -81,7 +81,7 @@ def run(
                     raise TimeOverError
                 finished = [rank.number for rank in ranks if rank.finished]
                 running = [rank.number for rank in ranks if not rank.told and rank.offer is None]
-                raise _with_loss(explain(failures, finished, running, timeout), ranks)
+                raise with_loss(explain(failures, finished, running, timeout), ranks)
             return [rank.result for rank in ranks]
         finally:
             end(ranks)
@@ -115,6 +115,7 @@ class _Watch:
             if seconds <= 0 or (self._offers_made(waiting) and self._saves is None):
                 self._accept()
                 if self._saves is None:
+                    self._decline()
                     return
                 deadline = float("inf")
             if self._saves is not None and self._saves.told:
@@ -141,6 +142,19 @@ class _Watch:
             self._saves = max(able)[2]
             let_save(self._saves)
 
+    def _decline(self) -> None:
+        """Nobody saves: those that offered it tell why they end, which may be all that is heard of a loss."""
+        offering = [rank for rank in self._ranks if rank.offer is not None and not rank.told]
+        for rank in offering:
+            decline(rank)
+        deadline = time.monotonic() + SEARCH_SECONDS
+        while (waiting := [rank for rank in offering if not rank.told]) and time.monotonic() < deadline:
+            wait([handle for rank in waiting for handle in (rank.pipe, rank.process.sentinel)], timeout=LOOK_SECONDS)
+            for rank in waiting:
+                rank.hear()
+        for rank in waiting:
+            rank.failure = Failure(rank.number, "gone", time.time(), "it lost another rank, and says no more")
+
     def _ask_if_time_is_up(self) -> None:
         if not self.asked and self._time_is_up():
             self.asked = True
@@ -163,8 +177,11 @@ def _can_save(rank: Process) -> bool:
     return not rank.told and rank.offer is not None and rank.offer.whole
 
 
-def _with_loss(error: ShoalError, ranks: Sequence[Process]) -> ShoalError:
-    """The error with what is known of who was lost, unless a rank failed by itself or was stopped."""
+def with_loss(error: ShoalError, ranks: Sequence[Process], *, each: int = 1) -> ShoalError:
+    """The error with what is known of who was lost, unless a rank failed by itself or was stopped.
+
+    Where replicas have `each` so many ranks, the lost are replicas.
+    """
     kinds = {rank.failure.kind for rank in ranks if rank.failure is not None}
     if not isinstance(error, RunError) or isinstance(error, StoppedError) or "raised" in kinds:
         return error
@@ -173,7 +190,7 @@ def _with_loss(error: ShoalError, ranks: Sequence[Process]) -> ShoalError:
     offers = [rank.offer for rank in ranks if rank.offer is not None]
     furthest = max(offers, key=lambda offer: offer.steps, default=None)
     error.loss = Loss(
-        lost=tuple(died or silent),  # after a death, who is silent may be busy
+        lost=tuple(sorted({number // each for number in died or silent})),  # after a death, who is silent may be busy
         noticed=min((rank.failure.when for rank in ranks if rank.failure is not None), default=time.time()),
         steps=None if furthest is None else furthest.steps,
         stepped=None if furthest is None else furthest.stepped,

@@ -6,7 +6,7 @@ of a lost replica another may be started, as often as the caller says.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from shoal.launching.failure import Failure, explain
 from shoal.launching.place import HERE, Gang, Place
 from shoal.launching.process import OnStage, Process, Signals, Stages, end, packed
-from shoal.launching.ranks import GRACE_SECONDS, LOOK_SECONDS, SEARCH_SECONDS
+from shoal.launching.ranks import GRACE_SECONDS, LOOK_SECONDS, SEARCH_SECONDS, with_loss
 
 LEAVE_SECONDS = 10.0
 """Time that replicas have to leave when the run is over."""
@@ -68,22 +68,25 @@ class Replicas:
         over: Callable[[], bool],
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
+        given_up: Callable[[], Iterable[int]] = lambda: (),
         others: Callable[[], bool] = lambda: False,
         on_stage: OnStage = lambda *_: None,
         again: Again | None = None,
     ) -> None:
         """Until `over`, or until every rank has finished. `on_stop`: the user asked to stop. `on_lost`: a replica died.
+        `given_up`: replicas that nobody waits for any longer, which are ended at once, so that those notice that do.
         `others`: whether replicas that were started elsewhere go on, which are then waited for.
         `on_stage`: as in `ranks.py`. `again`: what takes the place of replicas that are lost.
 
-        Raises as `run` in `ranks.py` does; where replicas may be lost, only when none is left. No process outlives it.
+        Raises as `run` in `ranks.py` does, with replicas as those that are lost; where replicas may be lost, only when
+        none is left. No process outlives it.
         """
         processes = self._processes
         with Signals(processes) as signals:
             try:
                 for replica in range(self._replicas):
                     self._start(function, args, replica)
-                self._watch(signals, over, on_stop, on_lost, others, Stages(on_stage), again)
+                self._watch(signals, over, on_stop, on_lost, given_up, others, Stages(on_stage), again)
             finally:
                 end(processes)
                 self._table.close()
@@ -111,6 +114,7 @@ class Replicas:
         over: Callable[[], bool],
         on_stop: Callable[[], None],
         on_lost: Callable[[int, Failure], None],
+        given_up: Callable[[], Iterable[int]],
         others: Callable[[], bool],
         stages: Stages,
         again: Again | None,
@@ -130,6 +134,9 @@ class Replicas:
             if signals.asked and not told_to_stop:
                 told_to_stop = True
                 on_stop()
+            for process in (process for replica in given_up() for process in self._of(replica)):
+                if not process.told:
+                    process.process.kill()
             failures = [process.failure for process in self._processes if process.failure is not None]
             fatal = self._fatal(failures)
             if fatal:
@@ -169,7 +176,8 @@ class Replicas:
         if fatal or (failures and not finished and not over()):
             signals.raise_if_interrupted(failures)
             running = [process.number for process in self._processes if not process.told]
-            raise explain(fatal or failures, finished, running, self._timeout)
+            error = explain(fatal or failures, finished, running, self._timeout)
+            raise with_loss(error, self._processes, each=self._ranks)
 
 
 def _patience(failures: Sequence[Failure]) -> float:

@@ -86,8 +86,10 @@ class Conducting:
         )
         self._coordinator = self._place.coordinator
         self._changed = self._coordinator.changed
-        self._stepped = False
-        """Whether a step was done."""
+        self.stepped: float | None = None
+        """Wall clock of the last step that was done, if any was."""
+        self.noticed: float | None = None
+        """Wall clock of when it was known that the run fails."""
         self._closing = threading.Event()
         pause = options.heartbeat / LOOKS_PER_HEARTBEAT
         self._looking = threading.Thread(target=self._look, args=(pause,), name="shoal-progress", daemon=True)
@@ -115,6 +117,12 @@ class Conducting:
     def error(self) -> Exception | None:
         """Why the run failed, if it did."""
         return self._conductor.error
+
+    @property
+    def given_up(self) -> list[int]:
+        """Frozen replicas that the run ends without."""
+        with self._changed:
+            return sorted(self._conductor.given_up)
 
     @property
     def meeting(self) -> Meeting:
@@ -226,6 +234,11 @@ class Conducting:
             failure.__cause__ = RemoteError.of(error)
         with self._changed:
             self._conductor.fail(failure)
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        if self.noticed is None and self._conductor.error is not None:
+            self.noticed = time.time()
 
     def _look(self, pause: float) -> None:
         with self._failing():
@@ -244,6 +257,7 @@ class Conducting:
         One that fails, such as a line for a full disk, ends the run, from whichever thread it came; those after it are
         left out.
         """
+        self._note_failure()
         later: list[ForFiles] = []
         try:
             for effect in effects:
@@ -255,7 +269,7 @@ class Conducting:
                     case Mark():
                         self._recorder.mark(effect.replica)
                     case Stepped():
-                        self._note_first_step()
+                        self._note_step()
                         with _listening():
                             self._listener.stepped(effect.steps, effect.epochs)
                     case Told():
@@ -274,10 +288,10 @@ class Conducting:
             return []
         return later
 
-    def _note_first_step(self) -> None:
-        """Tell whoever started this process, and note it where the run goes on by itself."""
-        if not self._stepped:
-            self._stepped = True
+    def _note_step(self) -> None:
+        """Of the first one tell whoever started this process, and note it where the run goes on by itself."""
+        first, self.stepped = self.stepped is None, time.time()
+        if first:
             tell_stage(TRAINING)
             self._recorder.note_first_step()
 

@@ -127,6 +127,10 @@ class Conductor:
         self._effects: list[Effect] = []
         self.error: ShoalError | None = None
         """Why the run failed, if it did."""
+        self.given_up: set[int] = set()
+        """Frozen replicas that the run ends without: nobody waits for them any longer."""
+        self._in_vain: int | None = None
+        """A replica that ended because another did not answer, where all need each other."""
 
     def _make_budget(self) -> Budget:
         past = self._past
@@ -492,7 +496,13 @@ class Conductor:
         return [Log({**line, "restarts_left": left}), Told(REPLACED, replica)]
 
     def happened(self, what: What, who: int, now: float) -> list[Effect]:
-        """A replica `joined`, was `lost`, is `frozen`, is `back` or `left`; or it is a server: `server lost`, ..."""
+        """A replica `joined`, was `lost`, is `frozen`, is `back` or `left`; or it is a server: `server lost`, ...
+
+        Or a replica `gave up` waiting for another, where all need each other.
+        """
+        if what == "gave up":
+            self._note_in_vain(who, now)
+            return self._take_effects()
         of_server = what.startswith("server ")
         kind = what.removeprefix("server ")
         self._effects.append(Log(self._journal.event_line(what, who, self.counted, now)))
@@ -503,6 +513,8 @@ class Conductor:
                 self._take_back(who)
             if kind == "lost" and not self._options.survives:
                 self._lose_needed(who)
+            if kind == "frozen":
+                self._give_up_on_awaited(now)
             # Threads of a replica hold a part of the weights; they go on where it merely hangs.
             holds_weights = self._whereabouts.weights == "threads" and who < self._whereabouts.servers
             of_server = holds_weights and kind in ("lost", "frozen", "back") and not suspected
@@ -525,6 +537,24 @@ class Conductor:
             name = self._options.name
             self._fail(LostError(f"replica {replica} was lost, and {name} cannot go on without it.", self._go_on()))
             self._effects.append(EndServers())
+
+    def _note_in_vain(self, replica: int, now: float) -> None:
+        """A replica has waited for another as long as it does, and has ended: the one that is frozen is the lost one.
+
+        Where another died, or does not show yet that it is frozen, that comes as an event of its own.
+        """
+        if replica not in self._watch.frozen_for(now):  # of one that is, another rank is
+            self._watch.happened("left", replica, now)
+            self._take_back(replica)
+        self._in_vain = replica
+        self._give_up_on_awaited(now)
+
+    def _give_up_on_awaited(self, now: float) -> None:
+        """Give up on replicas that are frozen, where another that waited for them has ended."""
+        if self._in_vain is None or self.over:
+            return
+        for replica in self._watch.frozen_for(now):
+            self._give_up_on(replica, "gives no sign of life, and others have waited for it in vain")
 
     def server_ended(self, number: int) -> list[Effect]:
         """A server's process ended."""
@@ -561,17 +591,22 @@ class Conductor:
 
     def _give_up_on_frozen(self, now: float) -> None:
         """End a run that cannot go on without a frozen replica, or of which no other is left."""
+        if self.over:
+            return
         frozen = self._watch.frozen_for(now)
         if self._options.survives and (self._watch.active or min(frozen.values(), default=0) <= self._config.timeout):
             return
         for replica, seconds in frozen.items():
             if seconds > self._config.timeout:
-                self._fail(
-                    PeerError(
-                        f"replica {replica} gave no sign of life for {self._config.timeout:g} seconds.",
-                        f"{self._go_on()} If it may be silent for longer, give a longer time-out (--timeout).",
-                    )
-                )
+                self._give_up_on(replica, f"gave no sign of life for {self._config.timeout:g} seconds")
+
+    def _give_up_on(self, replica: int, why: str) -> None:
+        """The run ends without a frozen replica, and servers with it: others may wait there for its part."""
+        self.given_up.add(replica)
+        remedy = f"{self._go_on()} If it may be silent for longer, give a longer time-out (--timeout)."
+        self._fail(PeerError(f"replica {replica} {why}.", remedy))
+        if not self._options.survives:
+            self._effects.append(EndServers())
 
     def _go_on(self) -> str:
         if not self._can_resume:

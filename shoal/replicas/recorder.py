@@ -78,6 +78,7 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
+        self._folder.check_there()
         with self._folder.writing(self._folder.metrics):
             self._metrics.write(**values)
 
@@ -96,6 +97,7 @@ class Recorder:
     def write(self, effect: ForFiles, buffers: Sequence[Tensor]) -> None:
         """A file, from what a replica sent: its state, then the weights alone."""
         folder = self._folder
+        folder.check_there()
         match effect:
             case WritePlan():
                 self._plan = effect.text
@@ -148,8 +150,11 @@ class Recorder:
             write_atomically(path, lambda draft: draft.write_bytes(content.numpy().tobytes()))
 
     def close(self) -> None:
-        """Nothing more is logged."""
+        """Nothing more is logged; what was handed in for a checkpoint that never came is removed."""
         self._metrics.close()
+        with self._drafting:
+            for draft in self._drafts.values():
+                draft.discard()
 
     def _draft(self, moment: int) -> Draft:
         """The checkpoint of this moment; what was handed in for another is not needed any more."""
@@ -175,8 +180,19 @@ class Recorder:
             best=how_far.best,
             repeated=how_far.samples_repeated,
         )
-        options = self._config.exchange_settings()
         draft = self._draft(next(iter(effect.own.values()), how_far.counted))
+        try:
+            self._fill(draft, effect, progress, state)
+            with self._drafting:
+                self._drafts.clear()
+            draft.commit(how_far.counted)
+        except BaseException:
+            draft.discard()  # on a full disk it would keep it full
+            raise
+        self._folder.checkpoints.keep(self._config.keep, self._spared)
+
+    def _fill(self, draft: Draft, effect: WriteCheckpoint, progress: Progress, state: Tensor) -> None:
+        how_far, options = effect.how_far, self._config.exchange_settings()
         common = _write_files(draft, state)
         content = {
             "config": settings_saved(self._config),
@@ -195,10 +211,6 @@ class Recorder:
             **common,
         }
         write_state(draft, content, progress.step_seconds)
-        with self._drafting:
-            self._drafts.clear()
-        draft.commit(how_far.counted)
-        self._folder.checkpoints.keep(self._config.keep, self._spared)
 
 
 COMMON = "common.json"

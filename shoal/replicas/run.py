@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.config import TrainConfig, read_recipe
-from shoal.errors import ConfigError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
+from shoal.errors import ConfigError, DiedError, LeftError, Loss, LostError, PeerError, RunError, StoppedError
 from shoal.exchanges import ExchangeOptions, Rates
 from shoal.exchanging import Kind, Meeting
 from shoal.files import write_text_atomically
@@ -72,7 +72,6 @@ def train_here(
         survives=options.survives,
         place=place,
     )
-    died: list[int] = []
     with _conducting(
         config,
         resumed,
@@ -87,8 +86,6 @@ def train_here(
         again = Again(_train_late, late, replaces, conducting.replaced)
 
         def lost(replica: int, failure: Failure) -> None:
-            if failure.kind == "died":
-                died.append(replica)
             if replica < config.replicas:  # those that came late have numbers of the coordinator's, which misses them
                 conducting.lost(replica, _why(failure))
 
@@ -103,19 +100,42 @@ def train_here(
                 over=lambda: conducting.over,
                 on_stop=conducting.stop,
                 on_lost=lost,
+                given_up=lambda: conducting.given_up,
                 others=lambda: options.survives and conducting.goes_on,
                 on_stage=listener.starting,
                 again=again if options.takes_late else None,
             )
+        except KeyboardInterrupt:
+            if conducting.error is None or isinstance(conducting.error, PeerError | DiedError):
+                raise  # the end of the replicas is all that went wrong
+            raise conducting.error from conducting.error.__cause__
         except RunError as error:
             if conducting.result is None:  # processes that end after that need not be reported
-                error.loss = Loss(tuple(died), time.time(), conducting.counted)
                 if conducting.error is None or isinstance(conducting.error, LostError):
+                    _note_loss(error, error.loss, conducting)
                     raise  # it says why the replica was lost
-                raise conducting.error from conducting.error.__cause__ or error
+                _note_loss(conducting.error, error.loss, conducting)
+                cause = conducting.error.__cause__ or error
+                raise conducting.error from cause
         if conducting.error is None:
             conducting.wait_for_all(LEAVE_SECONDS)  # those that joined late were not started here
+        elif conducting.result is None:
+            _note_loss(conducting.error, None, conducting)
         return conducting.ended()
+
+
+def _note_loss(error: Exception, seen: Loss | None, conducting: Conducting) -> None:
+    """Note at the error that ends a run who was lost: those that died, and those that the conductor has given up on.
+
+    `seen`: what whoever started the replicas saw of it.
+    """
+    if isinstance(error, RunError):
+        error.loss = Loss(
+            lost=tuple(sorted({*(() if seen is None else seen.lost), *conducting.given_up})),
+            noticed=min(seen.noticed if seen is not None else time.time(), conducting.noticed or time.time()),
+            steps=conducting.counted,
+            stepped=conducting.stepped,
+        )
 
 
 def train_in_world(

@@ -8,7 +8,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from shoal.errors import CheckpointError, MessageError
 from shoal.exchanges import ExchangeOptions
 from shoal.exchanging import Exchange, Meeting, Seat, Tally, join, serve_in_threads, take_seat
 from shoal.inference import Inference
+from shoal.launching import Failure
 from shoal.replicas.bundle import packed
 from shoal.replicas.orders import (
     MOST_BATCHES,
@@ -97,8 +99,10 @@ def train_replica(
     assert options is not None
     transport = Transport()
     pids = [int(row[0]) for row in transport.gather_numbers([os.getpid()])]
-    with StopSignal() as stop:  # the conductor decides what to do about it
+    with ExitStack() as ending:
+        stop = ending.enter_context(StopSignal())  # the conductor decides what to do about it
         seat = take_seat(meeting, transport, replica, pids, options.heartbeat)
+        ending.enter_context(_giving_up(seat, options))
         welcome = seat.welcome
         number = welcome["replica"]
         fresh = resumed is None and replica is not None
@@ -136,6 +140,20 @@ def train_replica(
         if server is not None:
             server.close()
     return stayed
+
+
+@contextmanager
+def _giving_up(seat: Seat, options: ExchangeOptions) -> Iterator[None]:
+    """Where all replicas need each other, one that ends because another is silent or gone says so.
+
+    Else it would be taken for the one that is lost, since it is the first to go.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not options.survives and Failure.of(error, seat.rank).kind in ("gone", "silent"):
+            seat.give_up()
+        raise
 
 
 class _Share(BatchOrder):

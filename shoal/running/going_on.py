@@ -166,15 +166,16 @@ def _fewer(config: TrainConfig, workers: int, loss: Loss | None) -> int | None:
 def _with_the_way_out(
     error: DiedError | PeerError, config: TrainConfig, workers: int, folder: RunFolder
 ) -> DiedError | PeerError:
-    """The error that ends the run; where too few workers are left, with that and with where to go on from."""
-    if config.elastic is None or error.loss is None or not error.loss.lost:
-        return error
+    """The error that ends the run, with where to go on from; where too few workers are left, with that."""
     newest = folder.checkpoints.all()[-1:]
     go_on = (
         f"Its newest checkpoint is {newest[0].path.name}. Go on with: {folder.how_to_go_on}"
         if newest
         else "There is no checkpoint yet: start it again."
     )
+    if config.elastic is None or error.loss is None or not error.loss.lost:
+        told = folder.how_to_go_on in error.remedy or "There is no checkpoint yet" in error.remedy
+        return error if told else type(error)(error.problem, f"{error.remedy} {go_on}")
     there = max(0, workers - len(error.loss.lost) * workers_lost_with_one(config))
     allows = f"and elastic = '{config.elastic}' allows no such number"
     return type(error)(f"{error.problem} {there} of {workers} workers are left, {allows}.", go_on)

@@ -123,6 +123,8 @@ class Run:
             if self._recording is not None:  # the run had fewer steps than were to be recorded
                 self._end_recording(metrics)
             result = self._result(tested or self._evaluate(metrics, stop))
+            if self._keeps_files:
+                self.folder.check_there()
             self._save_weights(self.folder.weights)
             self._saver.finish()
             job.network.gather([])  # a result is there when all that belongs to it is
@@ -367,6 +369,8 @@ class Run:
             self._end_recording(metrics)
         self._save(metrics)
         self._saver.finish()
+        if self._keeps_files:
+            self.folder.check_there()
         self.job.network.gather([])  # whoever started the ranks may end them all when the first has left
         position, config = self.progress.position, self.job.config
         raise StoppedError(
@@ -376,6 +380,8 @@ class Run:
         )
 
     def _save(self, metrics: MetricsFile) -> None:
+        if self._keeps_files:
+            self.folder.check_there()
         self.progress.metrics_length = metrics.length
         self.progress.wall_seconds = time.perf_counter() - self._begun
         sent, steps = self._sent()
@@ -390,6 +396,7 @@ class Run:
 
     def _write(self, metrics: MetricsFile, **values: object) -> None:
         if self._keeps_files:
+            self.folder.check_there()
             with self.folder.writing(self.folder.metrics):
                 metrics.write(**values)
             self.listener.logged(values)

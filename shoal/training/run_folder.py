@@ -290,7 +290,24 @@ class RunFolder:
         except OSError as error:
             raise self._not_written(path, error) from error
 
+    def check_there(self) -> None:
+        """A `RunError` where the folder is gone, for whoever holds it, before it writes there.
+
+        Else what is written to a file that is open is lost without a word, and a checkpoint makes a new folder, with
+        which nobody can go on.
+        """
+        if not self.lock.exists():
+            raise self._gone()
+
+    def _gone(self) -> RunError:
+        return RunError(
+            f"the run's folder {str(self.path)!r} is gone: it was removed or renamed while the run went on.",
+            "If it was renamed, go on with --resume and its new name; else start the run again.",
+        )
+
     def _not_written(self, path: Path, error: OSError) -> RunError:
+        if not self.path.is_dir():
+            return self._gone()
         go_on = (
             f"then go on with: {self.how_to_go_on}"
             if self.can_go_on
@@ -334,7 +351,7 @@ class RunFolder:
     def _take(self, *, resumed: bool) -> int:
         """The open lock file, in which nobody else can write."""
         while True:
-            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = self._open_lock(resumed=resumed)
             try:
                 _lock(lock)
                 if os.path.samestat(os.fstat(lock), self.lock.stat()):
@@ -347,6 +364,20 @@ class RunFolder:
             except FileNotFoundError:  # whoever held it has just left, and took the file along
                 pass
             os.close(lock)
+
+    def _open_lock(self, *, resumed: bool) -> int:
+        try:
+            return os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            why = f"cannot be written: {error.strerror or error}."
+            if resumed:
+                raise CheckpointError(
+                    f"--resume {str(self.path)!r}: that folder {why}",
+                    "Let the folder be written to, or copy it to where you may write and give the copy to --resume.",
+                ) from None
+            raise OutputError(
+                f"--out {str(self.path)!r} {why}", "Give a folder that you may write to, with --out DIR."
+            ) from None
 
     def _taken(self, holder: str, *, resumed: bool) -> InputError:
         who = f" ({holder})" if holder else ""

@@ -1,6 +1,7 @@
 """Runs that go on with the workers that are left, and grow again: always the run of one device."""
 
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -120,4 +121,50 @@ def test_without_the_whole_state_it_goes_on_from_a_checkpoint(
     assert shrunk.checkpoint == f"step-{shrunk.step:08d}"
     assert shrunk.samples_again is not None
     assert 0 <= shrunk.samples_again // 12 <= 10
+    assert_same_run(one, many, lines_lost=0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["--exchange", "allreduce", "--elastic", "1:2:600"],
+        pytest.param(["--exchange", "allreduce", "--restarts", "1", "--replicas", "2"], marks=pytest.mark.thorough),
+        pytest.param(["--exchange", "sync", "--elastic", "1:2:600"], marks=pytest.mark.thorough),
+        pytest.param(["--plan", "model", "--elastic", "1:2:600"], marks=pytest.mark.thorough),
+        pytest.param(["--plan", "spatial", "--elastic", "1:2:600"], marks=pytest.mark.thorough),
+    ],
+    ids=lambda kind: f"{kind[1]}{kind[2]}",
+)
+def test_a_frozen_worker_is_the_lost_one_and_the_run_goes_on(
+    kind: list[str], shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    """Whoever waits for it is the first to end, and is not lost."""
+    (tmp_path / "mine.py").write_text(IN_FLOAT64)
+    settings = [*SETTINGS, "--model-options", "norm=false", "--data", tiny, "--epochs", "80"]
+    one, many = tmp_path / "one", tmp_path / "many"
+    assert shoal(*settings, "--out", "one").returncode == 0
+    heartbeat = ["--exchange-options", "heartbeat=0.5"] if "--exchange" in kind else []
+    settings += [*kind, *heartbeat, "--checkpoint-every", "5steps", "--timeout", "6", "--out", "many"]
+    run = begin(tmp_path, "shoal", *settings)
+    try:
+        wait_for(lambda: (many / "metrics.jsonl").exists() and len(losses_of(many)) > 12, run)
+        victim = rank_of(run, 1)
+        victim.suspend()
+        family = psutil.Process(run.pid).children(recursive=True)
+        wait_for(lambda: victim.status() == psutil.STATUS_STOPPED, run)
+        wait_for(lambda: RunFolder(many).restarts > 0, run)
+        assert not victim.is_running(), "the frozen one is left"
+        printed = run.communicate(timeout=200)
+    finally:
+        if run.poll() is None:
+            kill_all(run)
+    assert run.returncode == 0, printed
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    (change,) = RunFolder(many).went_on
+    assert (change.lost, change.workers_after) == ([1], 2 if "--restarts" in kind else 1)
+    assert change.seconds_to_notice is not None
+    assert change.seconds_to_notice > 3
+    assert re.search(r"(rank|replica) 1 (gives no sign of life|gave no sign of life|did not answer)", change.why)
+    assert "replica 0 was lost" not in printed[0]
+    assert "Traceback" not in "".join(printed)
     assert_same_run(one, many, lines_lost=0)

@@ -113,6 +113,20 @@ def test_a_seat_listens_anew_when_its_ear_is_lost() -> None:
         assert until(lambda: told[-1] == {"peers": [[1, ["127.0.0.1", 1], "theirs"]]})
 
 
+def test_a_replica_that_gives_up_is_not_told_as_lost() -> None:
+    with meeting_point(replicas=2) as place:
+        meeting = Meeting(place.address, place.token, 2, 30.0, None, None)
+        seats = [Seat(meeting, rank=rank, replica=0, pids=[1, 2], heartbeat=30) for rank in range(2)]
+        for seat in seats:
+            seat.live(0)
+        assert until(lambda: place.members[0].pulses.keys() == {1})
+        for seat in reversed(seats):
+            seat.give_up()
+            seat.hang_up()
+        assert until(lambda: place.members[0].state == "left")
+        assert [event.what for event in place.events] == ["joined", "gave up"]
+
+
 def test_servers_end_when_nobody_can_go_on() -> None:
     with meeting_point(servers=1) as place:
         hello: dict[str, JSON] = {"as": "server", "number": 0, "address": ["127.0.0.1", 1], "token": "a"}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal import errors
 from shoal.errors import DivergedError, StoppedError
-from shoal.launching import run, tell_stage
+from shoal.launching import offer, run, tell_stage
 
 
 def add_up(start: int) -> tuple[int, int, int, str]:
@@ -109,6 +109,21 @@ def lose_first(folder: str) -> None:
     time.sleep(1.5)
     (Path(folder) / "fired").touch()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def offer_a_part(folder: str) -> None:
+    """Rank 1 freezes; rank 0, which waited for it, has not all of the run and says so before it ends."""
+    leave_pid(folder)
+    if dist.get_rank() == 1:
+        (Path(folder) / "fired").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not (Path(folder) / "fired").exists():
+        time.sleep(0.01)
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError:
+        assert not offer(7, time.time(), whole=False)
+        raise
 
 
 def wait_for_stop(folder: str) -> None:

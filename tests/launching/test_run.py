@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.errors import ConfigError, DivergedError, RunError
+from shoal.errors import ConfigError, DiedError, DivergedError, RunError
 from shoal.launching import RemoteError, ranks, run, stop_signals
 from shoal.launching.stopping import TOGETHER_SECONDS
 from tests.cli.commands import Begun, script
@@ -102,6 +102,14 @@ def test_a_lost_connection_is_not_blamed_though_it_was_reported_first(folder: st
         run(jobs.lose_first, folder, workers=2, timeout=60)
     assert fired(folder)
     assert "rank 1 was killed by signal SIGKILL" in caught.value.problem
+
+
+def test_a_loss_is_told_where_nobody_has_all_to_save_and_the_lost_one_is_frozen(folder: str) -> None:
+    with pytest.raises(DiedError, match=r"rank 1 did not answer within 2 seconds; rank 0 waited") as caught:
+        run(jobs.offer_a_part, folder, workers=2, timeout=2, offering=True)
+    assert fired(folder)
+    assert caught.value.loss is not None
+    assert (caught.value.loss.lost, caught.value.loss.steps) == ((1,), 7)
 
 
 def test_what_cannot_be_sent_back_is_an_error_of_its_rank() -> None:

@@ -52,7 +52,10 @@ def conducted(folder: Path, held: Holding = NOWHERE, **settings: Any) -> Iterato
     options = config.exchange_settings()
     assert options is not None
     about = about_a_run(config, options)
-    recorder = Recorder(RunFolder.create(config), config, about)
+    here = RunFolder.create(config)
+    holding = ExitStack()
+    holding.enter_context(here.held(resumed=False))
+    recorder = Recorder(here, config, about)
     conducting = Conducting(
         config,
         options,
@@ -70,6 +73,7 @@ def conducted(folder: Path, held: Holding = NOWHERE, **settings: Any) -> Iterato
     finally:
         conducting.close()
         recorder.close()
+        holding.close()
 
 
 def test_a_run_in_lockstep_gives_up_on_a_frozen_replica_also_where_the_others_only_ask(tmp_path: Path) -> None:

@@ -660,6 +660,37 @@ def test_a_run_whose_replicas_are_all_silent_ends_after_the_time_out() -> None:
     assert "gave no sign of life for 20 seconds" in str(run.conductor.error)
 
 
+@pytest.mark.parametrize("name", ["allreduce", "sync"])
+@pytest.mark.parametrize("first", ["frozen", "gave up"])
+def test_who_waited_in_vain_for_a_frozen_replica_is_not_the_lost_one(name: str, first: str) -> None:
+    """Also where it gave up before the other was known to be frozen."""
+    run = Run(exchange=name, replicas=2)
+    for _ in range(2):
+        run.join()
+    for happens in ("frozen", "gave up") if first == "frozen" else ("gave up", "frozen"):
+        assert run.conductor.error is None
+        if happens == "frozen":
+            run.freeze(1)
+        else:
+            run.tell("gave up", 0)
+    assert run.conductor.given_up == {1}
+    assert isinstance(run.conductor.error, PeerError)
+    assert not isinstance(run.conductor.error, LostError)
+    assert "replica 1 gives no sign of life" in str(run.conductor.error)
+    assert run.servers_ended
+
+
+def test_who_gave_up_because_another_died_is_not_told_as_lost() -> None:
+    run = Run(exchange="allreduce", replicas=3)
+    for _ in range(3):
+        run.join()
+    run.tell("gave up", 0)
+    run.kill(1)
+    run.tell("gave up", 2)
+    assert "replica 1 was lost" in str(run.conductor.error)
+    assert run.conductor.given_up == set()
+
+
 def test_one_that_is_asked_to_stop_leaves_alone_and_the_last_one_stops_the_run() -> None:
     run = Run(exchange="downpour", replicas=2, epochs=3)
     for _ in range(5):

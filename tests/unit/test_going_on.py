@@ -11,7 +11,7 @@ from shoal.config import TrainConfig
 from shoal.errors import ConfigError, DiedError, Loss, NoPlaceError, PeerError, RunError
 from shoal.launching import TimeOverError
 from shoal.result import RunResult, WentOn
-from shoal.running.going_on import Attempt, go_on_by_itself, largest, on_workers
+from shoal.running.going_on import Attempt, _with_the_way_out, go_on_by_itself, largest, on_workers
 from shoal.training.listener import Listener
 from shoal.training.run_folder import RunFolder
 
@@ -99,6 +99,21 @@ def test_what_replicas_were_replaced_for_is_no_restart_any_more(settings: Callab
 
     assert go_on_by_itself(train, config, None, Listener()) is DONE
     assert given == [3, 1, 0]
+
+
+def test_where_to_go_on_is_told_when_no_restart_is_left(settings: Callable[..., TrainConfig]) -> None:
+    config = settings(restarts=1, workers=2)
+    folder = RunFolder(config.out or Path())
+    with pytest.raises(DiedError) as caught:
+        played(config, lost(1), lost(1))
+    assert "There is no checkpoint yet" in caught.value.remedy
+    (folder.checkpoints.path / "step-00000004").mkdir(parents=True)
+    ready = DiedError("gone.", f"Go on with: {folder.how_to_go_on}")
+    for error, told in ((lost(1), "Its newest checkpoint is step-00000004. Go on with:"), (ready, "Go on with:")):
+        with pytest.raises(DiedError) as caught:
+            raise _with_the_way_out(error, config, 2, folder)
+        assert told in caught.value.remedy
+        assert caught.value.remedy.count(folder.how_to_go_on) == 1
 
 
 def test_too_few_are_left(settings: Callable[..., TrainConfig]) -> None:

@@ -52,7 +52,7 @@ MOST_REPLICAS = 1 << 20
 NO_PROGRESS = -1
 """Stands for a rank's number where not a rank is frozen but the whole replica makes no progress."""
 
-What = Literal["joined", "lost", "frozen", "back", "left", "server lost", "server frozen", "server back"]
+What = Literal["joined", "lost", "frozen", "back", "left", "gave up", "server lost", "server frozen", "server back"]
 
 
 @dataclass(frozen=True)
@@ -327,11 +327,11 @@ class Coordinator:
             member.note_waiting(0, frame.head)
             return True
         member.heard = time.monotonic()
+        if asked == "give up":
+            self._leave(member, "gave up")
+            return False
         if asked == "leave":
-            with self.changed:
-                if member.state != "lost":
-                    member.state = "left"
-                    self._tell("left", member.replica)
+            self._leave(member, "left")
             member.link.send({})
             return False
         answer = self._reply(member, frame)
@@ -339,6 +339,12 @@ class Coordinator:
             self._send(member, *answer)
             self._note_told(member, answer[0])
         return True
+
+    def _leave(self, member: Member, what: What) -> None:
+        with self.changed:
+            if member.state != "lost":
+                member.state = "left"
+                self._tell(what, member.replica)
 
     def _send(self, member: Member, head: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
         """Send an answer. A replica takes its answer before it asks again; one that does not is refused."""

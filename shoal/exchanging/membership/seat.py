@@ -126,6 +126,17 @@ class Seat:
                 self.ask({"ask": "leave"})
             self._link.close()
 
+    def give_up(self) -> None:
+        """Say that this rank ends because another does not answer or is gone, before it ends: it is not the lost one.
+
+        Only where no replica can go on without the others: then the run ends, and must know because of whom.
+        """
+        with suppress(LinkError):  # the coordinator has gone too
+            if self._link is not None:
+                self._link.send({"ask": "give up"})
+            elif self._living is not None:
+                self._living[0].send({"bye": True})
+
     def hang_up(self) -> None:
         """Close the links without saying goodbye, unless `leave` did: the coordinator counts the replica as lost."""
         self._stop_listening()

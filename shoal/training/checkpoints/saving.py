@@ -87,6 +87,8 @@ class Saver:
         self._beside = Beside()
         self._staging = Staging()
         self._saves = 0
+        self._unfinished: Draft | None = None
+        """The checkpoint that is being written here, or could not be."""
 
     def prepare(self) -> None:
         """Begin to make the memory for copies of the state, which is as large as it will be after a first step."""
@@ -118,14 +120,19 @@ class Saver:
             self._beside.finish()
 
     def close(self) -> None:
-        """The run has ended, perhaps with an error: what is being written is written, without waiting for others."""
+        """The run has ended, perhaps with an error: what is being written is written, without waiting for others.
+
+        What could not be, as on a full disk, is removed by rank 0: it would keep the disk full. Others may write there.
+        """
         self._beside.close()
+        if self._unfinished is not None and self._job.network.rank == 0:
+            self._unfinished.discard()
 
     def _write(
         self, number: int, snapshot: Snapshot, content: dict[str, Any], steps: int, seconds: list[float]
     ) -> None:
         rank, ranks = self._job.network.rank, self._job.network.ranks
-        draft = Draft(self._folder, f"save-{number}", self._token)
+        draft = self._unfinished = Draft(self._folder, f"save-{number}", self._token)
         write_snapshot(draft, snapshot, rank)
         if rank:
             draft.hand_over(rank)
@@ -134,6 +141,7 @@ class Saver:
         if self._together:
             draft.take_over(range(1, ranks), self._job.config.timeout, lambda: self._beside.over)
         draft.commit(steps)
+        self._unfinished = None
         self._folder.keep(self._job.config.keep)
 
 
