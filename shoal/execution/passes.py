@@ -255,8 +255,9 @@ class Passes:
         """What is left of a pass in laps, whose gradients count `scale` times."""
         for name in names:
             if name in lapped.parameters:
-                grad = lapped.parameters[name]
-                collector.ready(name, grad if scale == 1.0 else grad * scale)
+                grad = lapped.parameters.pop(name)  # autograd copies what somebody else holds too
+                collector.ready(name, grad if scale == 1.0 else grad.mul_(scale))
+                del grad
         front = lapped.front
         features = [lapped.features.get(fetch.value) for fetch in front.program.outputs]
         seeds = [grad if grad is None or scale == 1.0 else grad * scale for grad in features]

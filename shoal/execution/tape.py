@@ -179,5 +179,5 @@ class RanInLaps:
     """Of the network before them."""
     features: Mapping[str, Tensor]
     """The gradient of this rank's rows of what the front gave, by value."""
-    parameters: Mapping[str, Tensor]
-    """Of their parameters that learn; none where these stepped after every lap."""
+    parameters: dict[str, Tensor]
+    """Of their parameters that learn, until backward takes them; none where these stepped after every lap."""

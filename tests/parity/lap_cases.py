@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import shoal
+from shoal.errors import ShoalError
 from shoal.execution.laying import Captured, capture_modes, lay
 from shoal.execution.randomness import LayerRandom
 from shoal.lowering import owners
 from shoal.lowering.boundary import even_shares
 from shoal.lowering.laps import Scheme, lap_samples
-from shoal.partition import Span, whole
+from shoal.partition import Span, slices, whole
+from shoal.plan import Plan
 from shoal.planning import resolve
 from shoal.training.laps import step_after_lap
 from shoal.transport import Transport
@@ -249,3 +251,163 @@ def two_batch_sizes(scheme: Scheme, samples: int, optimizer: str, weighted: bool
         torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-12)
         assert [group["lr"] for group in own.param_groups] == [rate if optimizer == "sgd" else rate / 10]
     torch.testing.assert_close(shoal.full_state_dict(model), dict(reference.named_tensors()), rtol=1e-9, atol=1e-11)
+
+
+# What a script does around them
+
+
+def plain() -> nn.Module:
+    """Without dropout and batch norm, so that eager torch is the reference."""
+    torch.manual_seed(2)
+    front = [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    return nn.Sequential(*front, nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, CLASSES)).double()
+
+
+def plain_batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 2, 8, 8, dtype=torch.float64, generator=draw)
+    return x, torch.randint(0, CLASSES, (samples,), generator=draw)
+
+
+def laid_plain(plan: str | Plan = "owt:c", **options: Any) -> shoal.ParallelModule:
+    return shoal.parallelize(plain(), (6, 2, 8, 8), plan, loss=F.cross_entropy, **options)
+
+
+def mine(tensor: Tensor) -> Tensor:
+    return tensor.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+def same_grads(model: shoal.ParallelModule, grads: Mapping[str, Tensor | None], rtol: float = 1e-9) -> None:
+    """`grads` of the whole network, None where there is none; differences beside a tensor's largest element."""
+    for name, shard in model.shards().items():
+        ours, theirs = shard.grad, grads[name]
+        assert (ours is None) == (theirs is None), name
+        if ours is not None and theirs is not None and shard.box is not None:
+            part = theirs[slices(shard.box, whole(theirs.shape))]
+            assert ours.dtype == part.dtype
+            torch.testing.assert_close(ours, part, rtol=rtol, atol=rtol * float(theirs.abs().max()))
+
+
+def grads_of(reference: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+
+def around(plan: str) -> None:
+    """Losses that are multiplied, accumulated, asked for parts of their gradient; other batches; evaluation."""
+    reference, model = plain(), laid_plain(plan)
+    for seed, samples in ((1, 6), (2, 5), (3, 9)):  # other numbers of samples than it was captured with
+        x, y = plain_batch(samples, seed)
+        torch.autograd.backward(F.cross_entropy(reference(x), y) * 0.25)
+        if seed < 3:
+            with model.no_sync():
+                torch.autograd.backward(model(mine(x), mine(y)) * 0.25)
+        else:
+            torch.autograd.backward(model(mine(x), mine(y)) * 0.25)
+    same_grads(model, grads_of(reference))
+    x, y = plain_batch(6, 4)
+    torch.autograd.backward(F.cross_entropy(reference(x), y))  # on top of gradients that are synchronised already
+    torch.autograd.backward(model(mine(x), mine(y)))
+    same_grads(model, grads_of(reference))
+
+    names = ["0.weight", "4.bias"]
+    wanted = torch.autograd.grad(
+        F.cross_entropy(reference(x), y), [dict(reference.named_parameters())[n] for n in names]
+    )
+    found = torch.autograd.grad(model(mine(x), mine(y)), [dict(model.named_parameters())[n] for n in names])
+    for name, ours, theirs in zip(names, found, wanted, strict=True):
+        box = model.shards()[name].box
+        assert box is not None
+        torch.testing.assert_close(
+            ours.as_subclass(Tensor), theirs[slices(box, whole(theirs.shape))], rtol=1e-9, atol=0
+        )
+
+    with torch.no_grad():
+        loss = model(mine(x), mine(y))
+        torch.testing.assert_close(loss, F.cross_entropy(reference(mine(x)), mine(y)), rtol=1e-9, atol=0)
+        torch.testing.assert_close(model.eval()(mine(x)), reference(mine(x)), rtol=1e-9, atol=1e-12)
+
+
+def frozen(plan: str, which: str) -> None:
+    """Of the front, of the linear layers, and of the first of these."""
+    reference, model, (x, y) = plain(), laid_plain(plan), plain_batch(6, 1)
+    for net in (reference, model):
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name.partition(".")[0] not in which.split())
+    torch.autograd.backward(F.cross_entropy(reference(x), y))
+    before = model.counted
+    torch.autograd.backward(model(mine(x), mine(y)))
+    same_grads(model, grads_of(reference))
+    assert _more(model.counted, before) == dict(model.predicted())
+
+
+def hooks_see_each_gradient() -> None:
+    reference, model, (x, y) = plain(), laid_plain(), plain_batch(6, 1)
+    for net in (reference, model):
+        for parameter in net.parameters():
+            parameter.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(F.cross_entropy(reference(x), y))
+    torch.autograd.backward(model(mine(x), mine(y)))
+    same_grads(model, grads_of(reference))
+
+
+def said(action: Callable[[], object]) -> str:
+    """What it is refused with."""
+    try:
+        action()
+    except ShoalError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> list[str]:
+    """What is said on this rank; after each the network goes on."""
+    (x, y), rank = plain_batch(6, 1), dist.get_rank()
+    model = laid_plain("owt:c")
+    found = [said(lambda: torch.autograd.backward(model(mine(x), mine(y)) * (1.0 + rank)))]
+    found.append(said(lambda: model.after_lap(lambda: None)))
+    reference = plain()
+    torch.autograd.backward(F.cross_entropy(reference(x), y))
+    model.zero_grad()
+    torch.autograd.backward(model(mine(x), mine(y)))
+    same_grads(model, grads_of(reference))
+
+    stepping = laid_plain("owt:b1")
+    if rank == 0:  # and nobody else
+        stepping.after_lap(lambda: None)
+    found.append(said(lambda: stepping(mine(x), mine(y))))
+    stepping.after_lap(lambda: None)
+    with stepping.no_sync():
+        found.append(said(lambda: stepping(mine(x), mine(y))))
+    torch.autograd.backward(stepping(mine(x), mine(y)))
+    same_grads(stepping, {n: g if int(n[0]) < 4 else None for n, g in grads_of(reference).items()})
+    untouched = plain()
+    found.append(said(lambda: shoal.parallelize(untouched, (6, 2, 8, 8), "owt:c")))
+    assert untouched.state_dict()["4.weight"].shape == (9, 16)  # refused before anything was cut
+    return found
+
+
+def as_a_file(path: str) -> None:
+    """The plan as it was laid, saved and laid again: the same bits."""
+    model, (x, y) = laid_plain("owt:b"), plain_batch(6, 1)
+    torch.autograd.backward(model(mine(x), mine(y)))
+    if dist.get_rank() == 0:
+        model.plan.save(path)
+    dist.barrier()
+    again = laid_plain(path)
+    assert again.plan.laps == Plan.load(path).laps == "b"
+    torch.autograd.backward(again(mine(x), mine(y)))
+    for ours, theirs in zip(model.shards().values(), again.shards().values(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def autocast(plan: str) -> None:
+    """Under bfloat16 as near to one device as that is precise; gradients in the parameters' own type."""
+    model, (x, y) = shoal.parallelize(plain().float(), (6, 2, 8, 8), plan, loss=F.cross_entropy), plain_batch(6, 1)
+    reference = plain().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = F.cross_entropy(reference(x.float()), y), model(mine(x).float(), mine(y))
+    torch.autograd.backward(expected)
+    torch.autograd.backward(loss)
+    same_grads(model, grads_of(reference), rtol=0.03)
