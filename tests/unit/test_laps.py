@@ -1,6 +1,7 @@
 """How a step's linear layers are divided into laps: which samples, what is sent, what is refused. Integers only."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -13,11 +14,13 @@ from torch.nn import functional as F
 from shoal import zoo
 from shoal.errors import PlanError
 from shoal.execution.laying import capture_modes
-from shoal.lowering.boundary import Boundary, even_shares
+from shoal.lowering.boundary import Boundary, even_shares, step_program
 from shoal.lowering.laps import LappedStep, Scheme, lap_samples, lapped_step
 from shoal.lowering.program import Fetch, Program
-from shoal.partition import Span
+from shoal.partition import Cut, Span
+from shoal.plan import Plan
 from shoal.planning import resolve
+from shoal.planning.step_memory import lapped_memories, step_memories
 
 SCHEMES = get_args(Scheme)
 
@@ -181,3 +184,32 @@ def test_weights_that_several_ranks_hold_do_not_step_in_laps() -> None:
     stepped(model, 6, 2, "b", shape=(3, 9, 9))
     with pytest.raises(PlanError, match=r"several ranks hold the same part of 'fc1\.parametrizations"):
         stepped(model, 6, 2, "b", shape=(3, 9, 9), steps=True)
+
+
+def test_a_plan_file_says_how_laps_run(tmp_path: Path) -> None:
+    plan = Plan(name="mine", ranks=2, layers=(("*", Cut.parse("n2")),), laps="c1")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    (tmp_path / "plan.json").write_text(plan.to_json().replace('"c1"', '"d"'))
+    with pytest.raises(PlanError, match="does not have the fields of a plan"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_memory_of_laps_is_less_by_the_features_that_are_not_there() -> None:
+    """Nobody keeps those of all ranks for backward; what a lap handles is no more than a layer does without laps."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 4, stride=4), nn.Flatten(), nn.Linear(9216, 64), nn.Linear(64, 5))
+    ranks, batch = 8, 64
+    step = stepped(net, batch, ranks, "c", shape=(3, 48, 48))
+    graph = capture_modes(net, torch.zeros(batch, 3, 48, 48), F.cross_entropy).graphs[True]
+    shares = even_shares(batch, ranks)
+    program = step_program(graph, resolve("owt", graph, ranks).cuts, Boundary("share", ranks), shares, losses=True)
+    itemsize = dict.fromkeys([*graph.specs, *graph.states], 4)
+    every = batch * 9216 * 4
+    for whole, laps in zip(
+        step_memories(program, range(ranks), itemsize),
+        lapped_memories(program, step, range(ranks), itemsize),
+        strict=True,
+    ):
+        assert whole.parameters == laps.parameters
+        assert whole.kept - laps.kept >= every
+        assert laps.working <= whole.working
