@@ -138,6 +138,9 @@ TABLE: Mapping[str, Run | Left] = {
     ),
     "python -m scripts.operator_table": ITSELF,
     "shoal train --plan auto": TEMPLATE,
+    "shoal train --model alexnet --workers 4 --plan owt:c": Run(
+        instead="shoal train --model lenet5 --workers 2 --plan owt:c --data digits --epochs 1"
+    ),
     "pip install tifffile zarr": PACKAGES,
     "python -m benchmarks.huge_pages.bench": BY_HAND,
     "shoal train --replicas 2 --workers 4 --plan data --exchange downpour": Run(),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from shoal.errors import PlanError
 from shoal.files import write_text_atomically
@@ -16,6 +16,9 @@ SHOWN_CUTS = 4
 """Kinds of cuts that are named where a plan is told in words."""
 FactorsOption = Literal["auto", "always", "never"] | tuple[str, ...]
 """Linear layers for whose gradients ranks send each other factors: all that take less time so, all, none, or these."""
+Laps = Literal["b", "c", "b1", "c1"]
+"""How a network's dense layers run over a batch in laps, by the letters of Krizhevsky's schemes: in (b) a lap has the
+samples of one rank, in (c) some of every rank. With a 1 their weights step after every lap, else once a step."""
 _DIMS_IN_WORDS = {"n": "sample", "c": "channel", "k": "input channel", "d": "depth", "h": "height", "w": "width"}
 
 
@@ -34,6 +37,8 @@ class Plan:
     """(pattern of layers' names, cut)."""
     factors: tuple[str, ...] | None = None
     """Linear layers for whose weights' gradients ranks send each other factors; None: found where it is laid."""
+    laps: Laps | None = None
+    """How the linear layers and all behind them run over a training batch in laps; None: over all of it at once."""
 
     def __post_init__(self) -> None:
         """Refuse a layer that is cut into more parts than there are ranks."""
@@ -72,6 +77,8 @@ class Plan:
         content: dict[str, Any] = {"schema": SCHEMA, "name": self.name, "ranks": self.ranks, "layers": layers}
         if self.factors is not None:
             content["factors"] = list(self.factors)
+        if self.laps is not None:
+            content["laps"] = self.laps
         return json.dumps(content, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -93,15 +100,22 @@ class Plan:
                 "ranks": int(ranks),
                 "layers": dict(layers),
                 **rest,
-            } if not isinstance(ranks, bool) and rest.keys() <= {"factors"} and _are_names(rest.get("factors", [])):
+            } if not isinstance(ranks, bool) and _are_more_fields(rest):
                 cuts = tuple((pattern, Cut.parse(str(cut))) for pattern, cut in layers.items())
                 named: Any = rest.get("factors")
                 factors = None if named is None else tuple(named)
-                return cls(name=name, ranks=ranks, layers=cuts, factors=factors)
+                laps: Any = rest.get("laps")
+                return cls(name=name, ranks=ranks, layers=cuts, factors=factors, laps=laps)
             case {"schema": other} if other != SCHEMA:
                 raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
+
+
+def _are_more_fields(given: dict[Any, Any]) -> bool:
+    """Whether these are fields that a plan may have, with what may stand in them."""
+    laps = given.get("laps", "b")
+    return given.keys() <= {"factors", "laps"} and laps in get_args(Laps) and _are_names(given.get("factors", []))
 
 
 def _are_names(given: object) -> bool:
@@ -145,6 +159,11 @@ def factors_option(given: str | Sequence[str]) -> FactorsOption:
 def planned_factors(plan: str | Plan, wanted: FactorsOption = "auto") -> FactorsOption:
     """What a plan says of factors, unless the caller says otherwise."""
     return plan.factors if wanted == "auto" and isinstance(plan, Plan) and plan.factors is not None else wanted
+
+
+def steps_in_laps(laps: Laps | None) -> bool:
+    """Whether the dense layers' weights step after every lap: no longer one device's step."""
+    return laps is not None and laps.endswith("1")
 
 
 def data_parallel(ranks: int) -> Plan:

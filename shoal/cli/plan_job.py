@@ -29,7 +29,7 @@ from shoal.planning.factors import check_factors
 from shoal.planning.fewer import find_on_some
 from shoal.planning.find import SearchResult, find, pinned_layers
 from shoal.planning.price import Price, price
-from shoal.planning.resolve import resolve
+from shoal.planning.resolve import refuse_laps, resolve
 from shoal.planning.why import Alternative, explained
 from shoal.profiling.measured import Analytic, Measured
 from shoal.profiling.profile import OnMeasured
@@ -213,6 +213,7 @@ def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Pric
     also = [layer.name for layer in captured.graphs[False].layers]
     plans_priced = []
     for plan in plans:
+        refuse_laps(plan)
         speeds = load_speeds(config.cluster, config.timings, plan.ranks)
         factors = planned_factors(plan)
         check_factors(factors, *captured.graphs.values())

@@ -237,12 +237,16 @@ def show_lines(console: Console, plan: Plan) -> None:
         names.append((label, ""))
         cells.append([str(len(patterns)), str(cut), str(cut.parts)])
     _print_table(console, "layers", names, ["lines", "cut", "ranks"], cells, left={"cut"})
+    if plan.laps is not None:
+        console.print(f"Linear layers and all behind them run in laps: scheme {plan.laps}.")
 
 
 def show_differing_lines(console: Console, a: Plan, b: Plan) -> None:
     """Lines that two plan files do not share."""
     first, second = dict(a.layers), dict(b.layers)
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+    if a.laps != b.laps:
+        console.print(f"Linear layers in laps: {a.laps or 'no'} and {b.laps or 'no'}.")
     if not names:
         console.print("Both plans cut every layer alike.")
         return

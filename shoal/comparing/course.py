@@ -35,6 +35,7 @@ from shoal.planning.strategies import AUTO
 from shoal.reporting import read_run, write_report
 from shoal.training.device import kind_of_device
 from shoal.training.job import load_whole, prepare
+from shoal.training.laps import check_laps
 from shoal.training.run_folder import RunFolder
 from shoal.transport import Transport
 
@@ -102,6 +103,7 @@ def _check_plans(made: Iterable[Strategy]) -> None:
         config = strategy.config
         if config.plan not in TORCH_STRATEGIES:
             planning.check(config.plan, config.workers // config.replicas)
+            check_laps(config)
 
 
 def _look(config: TrainConfig) -> int:

@@ -56,6 +56,17 @@ class _Enter(torch.autograd.Function):
 
 
 @dataclass
+class Begun:
+    """A forward pass on its way."""
+
+    tape: Tape
+    live: Live
+    record: bool
+    done: int = 0
+    """Instructions that were carried out."""
+
+
+@dataclass
 class Engine:
     """One rank's side of a network."""
 
@@ -87,21 +98,59 @@ class Engine:
         gradient is wanted, the same on all ranks; `factors`: of the weights whose gradients ranks find from
         each other's factors, always the same for one program.
         """
+        types = value_types(program.graph, next(iter(inputs.values()), None))
+        tape = self.tape(program, states, types, step=step, record=record, input_grads=input_grads, factors=factors)
+        return self.finish(Begun(tape, Live(dict(inputs)), record)), tape
+
+    def tape(
+        self,
+        program: Program,
+        states: Mapping[str, Tensor],
+        types: Mapping[str, torch.dtype],
+        *,
+        step: str,
+        record: bool,
+        input_grads: frozenset[str] = frozenset(),
+        factors: Mapping[str, Factors] | None = None,
+        samples: Sequence[int] | None = None,
+    ) -> Tape:
+        """The empty tape of a pass, as `forward` has it. `types`: of every value.
+
+        `samples`: which sample of the batch each row of the program's own is, where it runs a part of one.
+        """
         trainable = frozenset(name for name, state in states.items() if state.requires_grad and record)
-        tape = Tape(
+        return Tape(
             self._route(program, trainable, input_grads if record else frozenset(), factors or {}, record=record),
-            value_types(program.graph, next(iter(inputs.values()), None)),
+            types,
             step,
-            dict(states),
+            states if isinstance(states, dict) else dict(states),
             _autocast_now(self.device),
+            samples=samples,
         )
-        live = Live(dict(inputs))
+
+    def begin(self, tape: Tape, inputs: Mapping[str, Tensor], *, record: bool) -> "Begun":
+        """A forward pass of which this rank has begun to send what its first layer reads; `finish` does the rest.
+
+        Others may be finished in between. With `recompute` what is sent must be kept, and leaves with the rest.
+        """
+        begun = Begun(tape, Live(dict(inputs)), record)
+        if len(tape.route.segments) == 1:
+            first = tape.route.segments[0]
+            while begun.done < len(first) and isinstance(tape.program.instructions[begun.done], Fetch):
+                begun.done += 1
+            with self._blaming():
+                self._run(range(begun.done), begun.live, tape.states, tape, record=record)
+        return begun
+
+    def finish(self, begun: "Begun") -> list[Tensor | None]:
+        """Run what is left of a forward pass; this rank's tiles of the outputs."""
+        tape, live, states = begun.tape, begun.live, begun.tape.states
         with self._blaming():
             for segment in tape.route.segments[:-1]:
                 tape.kept.append(live.copy())
                 self._run(segment, live, states, tape, record=False)
-            self._run(tape.route.segments[-1], live, states, tape, record=record)
-            return [live.tile(fetch.key) for fetch in program.outputs], tape
+            self._run(tape.route.segments[-1][begun.done :], live, states, tape, record=begun.record)
+            return [live.tile(fetch.key) for fetch in tape.program.outputs]
 
     def _route(
         self,
@@ -336,7 +385,7 @@ class Engine:
             cut=here.letters,
             tensors=tensors,
             peers=here.peers,
-            random=LayerRandom(self.seed, here.name, tape.step),
+            random=LayerRandom(self.seed, here.name, tape.step, tape.samples),
             local_statistics=self.local_statistics,
             overwrites=record and here.overwrites,
         )

@@ -39,6 +39,16 @@ def own_gradient(own: Own | None, shard: Tensor) -> Tensor:
     return torch.zeros_like(shard) if own is None else _product([_flat(own, shard)], [_rows(own, shard)], shard)
 
 
+def add_product(total: Tensor | None, own: Own | None, shard: Tensor) -> Tensor:
+    """`total`, changed in place, with what `own_gradient` gives added to it: the product needs no memory of its own."""
+    if total is None or own is None:
+        return own_gradient(own, shard) if total is None else total
+    outputs, inputs = shard.shape
+    read, grads = own[0].reshape(-1, inputs).to(shard.dtype), own[1].reshape(-1, outputs).to(shard.dtype)
+    with torch.autocast(shard.device.type, enabled=False):
+        return total.addmm_(grads.t(), read)
+
+
 @dataclass
 class Gathering:
     """Factors of a group of ranks on their way to each other."""

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from shoal.building import Draft
 from shoal.capturing.signature import Call, bind
 from shoal.diary import FORWARD_PASS, now
-from shoal.errors import RunError
+from shoal.errors import ConfigError, RunError
 from shoal.execution.around import outside_of_transforms, problem_around, refuse_writing_down, writing_down
 from shoal.execution.autograd_node import Step
 from shoal.execution.calling import Caller, Laying
@@ -30,7 +30,7 @@ from shoal.lowering.owners import OptimizerState, cut_homes
 from shoal.lowering.placement import sharers
 from shoal.lowering.program import state_homes
 from shoal.moves import Layout
-from shoal.plan import FactorsOption, Plan
+from shoal.plan import FactorsOption, Plan, steps_in_laps
 from shoal.planning import Resolved
 from shoal.traffic import Sent
 
@@ -74,6 +74,7 @@ class ParallelModule(nn.Module):
         self._switches = _Switches()
         first = {mode: Variant(form, resolved[mode]) for mode, form in forms.items()}
         shares = even_shares(forms[True].graph.batch, transport.world)
+        first[True].lapped(shares, boundary)  # refused while the module is whole
         uses = state_homes(*(first[mode].program(shares, boundary) for mode in (True, False)))
         learning = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
         homes = cut_homes(uses, learning) if optimizer_state == "cut" else uses
@@ -89,6 +90,7 @@ class ParallelModule(nn.Module):
         for variant in first.values():
             self._caller.prepare(variant, shares)
         program = self._caller.prepare(first[True], shares).program
+        factors = "never" if resolved[True].laps is not None else factors
         factored = choose_factors(program, homes, self._states.tensors(), factors, transport)
         self._plan = replace(self._plan, factors=factored)
         self._passes = Passes(self._caller, engine, bucket_bytes, factored)
@@ -218,6 +220,21 @@ class ParallelModule(nn.Module):
             with plainly():
                 results = self._passes.forward(request, record=False)[0]
         return request.variant.form.returned.build(results)
+
+    def after_lap(self, step: Callable[[], object]) -> None:
+        """With a plan whose linear layers step after every lap (`owt:b1`, `owt:c1`): say what steps them.
+
+        `step()` is called on every rank after each lap of a training pass with a loss, within the call of the network.
+        Then the linear layers' parameters have their gradients, of the mean loss of the lap's samples, and all others
+        none, so that `optimizer.step` of an optimizer of all parameters is right: it passes over what has no gradient.
+        After `backward()` the others have theirs, for the step as always, and the linear layers none.
+        """
+        if not steps_in_laps(self._plan.laps):
+            raise ConfigError(
+                f"under plan {self._plan.name!r} all weights step once a step, not after laps.",
+                "Lay the network by 'owt:b1' or 'owt:c1', or leave after_lap out.",
+            )
+        self._passes.after_lap = step
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,23 +10,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
+from shoal.errors import RunError
 from shoal.execution.autograd_node import Asking, Request, results_of, seeds_of
 from shoal.execution.calling import Caller
 from shoal.execution.copies import Copies
 from shoal.execution.engine import Engine
 from shoal.execution.gradients import PURPOSE as GRADIENT
 from shoal.execution.gradients import Collector, GradientSums, Kept
+from shoal.execution.laps import AfterLap, LapRunner, agreed_after_lap, stepping_by
 from shoal.execution.peers import PURPOSE as LAYER
 from shoal.execution.precision import value_types
-from shoal.execution.tape import Tape
+from shoal.execution.tape import RanInLaps, Tape
 from shoal.execution.transfer import begin_transfer
 from shoal.execution.untouched import Untouched
 from shoal.execution.variants import Ready
 from shoal.graph import LayerGraph, State
 from shoal.lowering.boundary import even_shares, own_inputs
 from shoal.lowering.factors import Factors, factorable
+from shoal.lowering.laps import LappedStep
 from shoal.lowering.placement import sharers
-from shoal.lowering.program import Program
+from shoal.lowering.program import Program, first_uses
 from shoal.lowering.step_traffic import INPUT, step_traffic
 from shoal.moves import Move
 from shoal.operators.base import Need
@@ -58,6 +61,9 @@ class Passes:
         self._evaluation_passes = 0
         self._recorded = 0
         """Passes that autograd has a node of."""
+        self.after_lap: AfterLap | None = None
+        """What steps the linear layers' weights where they step after every lap."""
+        self._laps = LapRunner(engine, self.transport, self.states.layouts)
         self._sums: dict[object, GradientSums] = {}
         """By the names, types and shapes of the parameters that learn."""
 
@@ -85,10 +91,15 @@ class Passes:
         program, states = ready.program, {**self.states.tensors(), **ready.constants}
         types = value_types(program.graph, None)
         inputs = own_inputs(program.graph)
+        lapped = ready.lapped
+        program = program if lapped is None else lapped.front
+        learning = frozenset(name for name, state in states.items() if state.requires_grad)
         return step_traffic(
             program,
             self.transport.rank,
-            trainable=self._backward_order(ready, frozenset(n for n, s in states.items() if s.requires_grad)),
+            trainable=self._backward_order(ready, learning),
+            laps=() if lapped is None else [(lap.program, self._run_again(lap.program)) for lap in lapped.laps],
+            learning=learning,
             homes=self.states.layouts,
             uses=self.states.uses,
             itemsize={
@@ -99,10 +110,14 @@ class Passes:
             bucket_bytes=self.bucket_bytes,
             inputs=frozenset(inputs if input_grad else ()),
             local_statistics=self._engine.local_statistics,
-            again=range(program.segments[-1].start if self._engine.recompute else 0),
+            again=self._run_again(program),
             factors=self.factors(program),
             accumulated=accumulated,
         )
+
+    def _run_again(self, program: Program) -> range:
+        """The instructions that backward runs a second time."""
+        return range(program.segments[-1].start if self._engine.recompute else 0)
 
     def forward(self, request: Request, *, record: bool) -> tuple[list[Tensor], Tape]:
         """This rank's results, and the tape for backward (empty unless `record`). A collective."""
@@ -113,20 +128,41 @@ class Passes:
             self._evaluation_passes += 1
         own = {name: _leaf(state, record=record) for name, state in self.states.tensors().items()}
         states = self.copies.gather({**own, **request.ready.constants})
-        tiles, tape = self._engine.forward(
-            program,
-            request.inputs,
-            states,
-            step=str(self.training_passes) if training else f"evaluation {self._evaluation_passes}",
-            record=record,
-            input_grads=request.input_grads,
-            factors=self.factors(program),
-        )
+        step = str(self.training_passes) if training else f"evaluation {self._evaluation_passes}"
+        tiles: list[Tensor | None]
+        if record and request.ready.lapped is not None:
+            losses, tape = self._in_laps(request, request.ready.lapped, states, step)
+            tiles = [losses]
+        else:
+            tiles, tape = self._engine.forward(
+                program,
+                request.inputs,
+                states,
+                step=step,
+                record=record,
+                input_grads=request.input_grads,
+                factors=self.factors(program),
+            )
         states.wait()  # also for what no layer here has read
         self._count_up(program.graph)  # in evaluation too: a batch norm in it may train, a network's own counter count
         self._update_idle_ranks(program)
         self._caller.settle(program.changed)
         return results_of(request, tape, tiles, self._engine.device), tape
+
+    def _in_laps(
+        self, request: Request, lapped: LappedStep, states: Mapping[str, Tensor], step: str
+    ) -> tuple[Tensor | None, Tape]:
+        """(the losses of this rank's samples, the tape): the linear layers have been through forward and backward."""
+        if not lapped.steps:
+            return self._laps.run(request, lapped, states, step)
+        if not request.sync:
+            raise RunError(
+                "inside no_sync gradients are kept, and this plan's linear layers step after every lap.",
+                "Use 'owt:b' or 'owt:c', whose weights step once, to accumulate gradients.",
+            )
+        after_lap = agreed_after_lap(self.after_lap, self.transport)
+        with stepping_by(after_lap, self.states.tensors(), lapped.states) as stepping:
+            return self._laps.run(request, lapped, states, step, stepping)
 
     def next_number(self) -> int:
         """The number of a new pass that backward can go through; the same on all ranks."""
@@ -178,7 +214,8 @@ class Passes:
             and name not in self.copies  # whose rows are on one rank: nothing to average
             and (grad := self.states[name].grad) is not None
         }
-        asked = asking.asked if asking.plain and not before else asking.agreed()
+        asked = asking.asked if asking.plain and not before and tape.lapped is None else asking.agreed()
+        scale = 1.0 if tape.lapped is None else self._agreed_scale(grads)
         tape.used = True
         flowing = tape.route.grads_for
         if asked.results is not None:
@@ -197,8 +234,12 @@ class Passes:
         else:
             rest = Kept({name: len(self.states.ranks_of(name, rank)) for name in names})
         collector = self.copies.sums(rest)
-        seeds = seeds_of(request, tape, grads, rank)
-        inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, learning, flowing)
+        inputs: Mapping[str, Tensor]
+        if tape.lapped is not None:
+            inputs = self._back_through_front(tape.lapped, scale, names, collector, learning)
+        else:
+            seeds = seeds_of(request, tape, grads, rank)
+            inputs = self._engine.backward(tape, seeds, collector, request.ready.first_uses, learning, flowing)
         parameters = collector.finish()
         apart = [name for name in names if request.sync and name in asking.agreed().hooked]
         for name in apart:  # a hook changes the new gradient alone
@@ -207,6 +248,37 @@ class Passes:
             if name not in apart:
                 grad.zero_()  # its mean is in the sum, which autograd now adds to it
         return self._input_grads(inputs, request), parameters
+
+    def _back_through_front(
+        self, lapped: RanInLaps, scale: float, names: Sequence[str], collector: Collector, learning: frozenset[str]
+    ) -> Mapping[str, Tensor]:
+        """What is left of a pass in laps, whose gradients count `scale` times."""
+        for name in names:
+            if name in lapped.parameters:
+                grad = lapped.parameters.pop(name)  # autograd copies what somebody else holds too
+                collector.ready(name, grad if scale == 1.0 else grad.mul_(scale))
+                del grad
+        front = lapped.front
+        features = [lapped.features.get(fetch.value) for fetch in front.program.outputs]
+        seeds = [grad if grad is None or scale == 1.0 else grad * scale for grad in features]
+        uses = first_uses(front.program)
+        return self._engine.backward(front, seeds, collector, uses, learning & uses.keys(), front.route.grads_for)
+
+    def _agreed_scale(self, grads: Sequence[Tensor | None]) -> float:
+        """By how much all ranks multiply their losses; in laps gradients were added up before anybody could say.
+
+        A collective; refused on all where they differ.
+        """
+        (grad,) = grads
+        scales = [scale for (scale,) in self.transport.gather_numbers([0.0 if grad is None else float(grad)])]
+        if len(set(scales)) > 1:
+            rank = next(rank for rank, scale in enumerate(scales) if scale != scales[0])
+            raise RunError(
+                f"rank 0 multiplies its loss by {scales[0]:g} before backward, and rank {rank} by {scales[rank]:g}; "
+                "linear layers that run in laps have summed their gradients over the ranks already.",
+                "Multiply the loss by the same number on all ranks, or use the plan without laps, as 'owt'.",
+            )
+        return scales[0]
 
     def _average(self, name: str, grad: Tensor | None) -> None:
         """Average over its ranks what a parameter's gradient had accumulated before; having none counts as zeros."""
@@ -244,8 +316,12 @@ class Passes:
         return wanted & {ref.name for layer in layers for _, ref in layer.tensors if isinstance(ref, State)}
 
     def _backward_order(self, ready: Ready, trainable: frozenset[str]) -> tuple[str, ...]:
-        """Parameters in the order in which backward finishes their gradients."""
-        return tuple(name for name in reversed(list(ready.first_uses)) if name in trainable)
+        """Parameters in the order in which backward finishes their gradients; without those that step in laps."""
+        order, lapped = list(ready.first_uses), ready.lapped
+        if lapped is not None:
+            in_laps = [] if lapped.steps else [name for name in order if name in lapped.states]
+            order = [*(name for name in order if name not in lapped.states), *in_laps]
+        return tuple(name for name in reversed(order) if name in trainable)
 
     def _begin_sums(
         self,

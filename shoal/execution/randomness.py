@@ -6,7 +6,7 @@ whatever the plan, the ranks or the other samples.
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,8 +21,10 @@ _GLOBAL = threading.Lock()
 class LayerRandom:
     """The draws of one layer in one step."""
 
-    def __init__(self, seed: int, layer: str, step: int | str) -> None:
+    def __init__(self, seed: int, layer: str, step: int | str, samples: Sequence[int] | None = None) -> None:
+        """`samples`: which sample of the batch each row is; row by row unless given."""
         self._key = f"{seed}/{layer}/{step}"
+        self._samples = samples
 
     def box(self, shape: tuple[int, ...], box: Box, *, keep: float, like: Tensor) -> Tensor:
         """The box's part of a mask over the whole shape: 1 with probability `keep`, else 0."""
@@ -31,7 +33,7 @@ class LayerRandom:
             return self._draw((), 0, keep, generator).to(like)
         rows = [
             self._draw(shape[1:], sample, keep, generator)[tuple(slice(s.start, s.stop) for s in box[1:])]
-            for sample in range(box[0].start, box[0].stop)
+            for sample in (range(box[0].stop) if self._samples is None else self._samples)[box[0].start : box[0].stop]
         ]
         return torch.stack(rows).to(like)
 

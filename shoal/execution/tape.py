@@ -1,6 +1,6 @@
 """What a pass of the engine keeps: values and tiles in forward, gradients in backward, and the tape between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -155,8 +155,29 @@ class Tape:
     kept: list[Live] = field(default_factory=list)
     """What lived at the start of every segment that was not recorded."""
     used: bool = False
+    samples: Sequence[int] | None = None
+    """Which sample of the batch each row is, where the program runs a part of one."""
+    lapped: "RanInLaps | None" = None
+    """Of a pass with its linear layers in laps: what these left. This tape itself then has no records."""
 
     @property
     def program(self) -> Program:
         """What was run."""
         return self.route.program
+
+    @property
+    def recorded(self) -> "Tape":
+        """The tape that backward walks."""
+        return self if self.lapped is None else self.lapped.front
+
+
+@dataclass
+class RanInLaps:
+    """What is left of a pass whose linear layers ran in laps, forward and backward, for a loss that counts once."""
+
+    front: Tape
+    """Of the network before them."""
+    features: Mapping[str, Tensor]
+    """The gradient of this rank's rows of what the front gave, by value."""
+    parameters: dict[str, Tensor]
+    """Of their parameters that learn, until backward takes them; none where these stepped after every lap."""

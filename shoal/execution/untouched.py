@@ -63,8 +63,10 @@ class Untouched:
         outputs = tape.program.graph.outputs
         behind = tape.program.behind(frozenset(name for name, has in zip(outputs, given, strict=True) if has))
         found = None
-        for index, layer in _refusing(tape):
-            here = {name for _, name, *_ in tape.route.parts[index].states} | tape.records[index].inputs.states.keys()
+        recorded = tape.recorded
+        for index, layer in _refusing(recorded):
+            here = {name for _, name, *_ in recorded.route.parts[index].states}
+            here |= recorded.records[index].inputs.states.keys()
             names = [repr(name) for name in read if name in here] or [
                 *(f"the result {name!r}" for name in results if name == layer),
                 *map(repr, read),

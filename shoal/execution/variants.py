@@ -34,9 +34,11 @@ from shoal.lowering.boundary import (
     own_inputs,
     step_program,
 )
+from shoal.lowering.laps import LappedStep, lapped_step
 from shoal.lowering.program import Compute, Program, first_uses, layer_groups
 from shoal.moves import Layout
 from shoal.partition import Box, Cut, whole
+from shoal.plan import steps_in_laps
 from shoal.planning import Resolved
 
 log = logging.getLogger("shoal")
@@ -78,6 +80,15 @@ class Ready:
     """For every state the first layer that uses it."""
     constants: Mapping[str, Tensor]
     """This rank's parts of tensors that are not the module's."""
+    lapped: LappedStep | None = None
+    """The same step with its linear layers in laps, for passes that record gradients."""
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that may run."""
+        if self.lapped is None:
+            return (self.program,)
+        return self.program, self.lapped.front, *(lap.program for lap in self.lapped.laps)
 
 
 @dataclass
@@ -141,20 +152,41 @@ class Variant:
         graph = self.graphs[sum(shares)]
         return step_program(graph, self.cuts(graph), boundary, shares, losses=self.form.gives_losses)
 
+    def lapped(self, shares: tuple[int, ...], boundary: Boundary) -> LappedStep | None:
+        """The same with its linear layers in laps, where the plan asks for that; `PlanError` where it cannot be.
+
+        Alone, and in evaluation, there is nothing to send.
+        """
+        graph, laps = self.graphs[sum(shares)], self.resolved.laps
+        if laps is None or boundary.ranks == 1 or not graph.training:
+            return None
+        return lapped_step(
+            graph,
+            self.cuts(graph),
+            boundary,
+            shares,
+            "b" if laps.startswith("b") else "c",
+            losses=self.form.gives_losses,
+            steps=steps_in_laps(laps),
+            learning=[name for name, state in self.form.states.items() if state.requires_grad],
+        )
+
     def prepare(self, shares: tuple[int, ...], boundary: Boundary, rank: int, homes: Mapping[str, Layout]) -> Ready:
         """The program for a batch of these shares; found once, in some ten milliseconds."""
         if shares not in self.ready:
             program = self.program(shares, boundary)
-            _check_homes(program, homes)
             own = {name: tensor for name, tensor in self.form.states.items() if name not in homes}
             constants = {name: shard_of(tensor.detach(), program.states[name][rank]) for name, tensor in own.items()}
-            self.ready[shares] = Ready(program, first_uses(program), constants)
+            ready = Ready(program, first_uses(program), constants, self.lapped(shares, boundary))
+            for one in ready.programs:
+                _check_homes(one, homes)
+            self.ready[shares] = ready
         return self.ready[shares]
 
 
 def groups_of(ready: Ready) -> list[tuple[int, ...]]:
     """The ranks that meet within layers."""
-    return sorted(layer_groups(ready.program))
+    return sorted(set[tuple[int, ...]]().union(*map(layer_groups, ready.programs)))
 
 
 def _check_homes(program: Program, homes: Mapping[str, Layout]) -> None:

@@ -43,7 +43,8 @@ def parallelize(
     example       a tensor, or the shape, of the GLOBAL batch; a tuple of those for several inputs, or a dict of them by
                   the names of `forward`'s arguments. Flags and other plain values among them are part of the call
     plan          "data", "model", "owt", "spatial", "RxG" such as "2x2", a `Plan`, or the path of a plan file; "auto":
-                  searched and raced here, minutes the first time, remembered then
+                  searched and raced here, minutes the first time, remembered then. "owt:b", "owt:c": linear layers in
+                  laps over some samples at a time, which needs `loss`; "owt:b1", "owt:c1": see `after_lap`
     io            "share": each rank passes its own samples and gets their results, as with DDP; "whole": every rank
                   passes and gets the whole batch; "tile": each rank passes its `input_box` and gets its `output_box`
     loss          optional: in training `model(x, y)` returns the loss of this rank's share, and the scores may stay

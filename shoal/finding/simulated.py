@@ -16,7 +16,7 @@ from shoal.partition import Cut
 from shoal.plan import Plan, factors_option, planned_factors
 from shoal.planning.factors import check_factors
 from shoal.planning.price import tasks_of
-from shoal.planning.resolve import read_plan, resolve
+from shoal.planning.resolve import read_plan, refuse_laps, resolve
 from shoal.profiling.measured import Analytic
 from shoal.simulating.play import Noise
 from shoal.simulating.simulate import simulate as simulate_tasks
@@ -66,7 +66,8 @@ def simulate(
 
 
 def cuts_of_plan(plan: str | Plan, captured: Captured, ranks: int) -> Mapping[str, Cut]:
-    """The cut of every layer; a plan for other ranks, and an unknown name, are an `InputError`."""
+    """The cut of every layer; a plan for other ranks or in laps, and an unknown name, are an `InputError`."""
+    refuse_laps(plan)
     also = [layer.name for layer in captured.graphs[False].layers]
     return resolve(plan, captured.graphs[True], ranks, also).cuts
 

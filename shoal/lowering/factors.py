@@ -65,9 +65,10 @@ def over_rows(op: Op, chosen: Cut) -> frozenset[str]:
     return frozenset(letter for letter, _ in chosen.degrees) - {letters(len(op.out))[-1], "k"}
 
 
-def factorable(program: Program, homes: Mapping[str, Layout]) -> dict[str, Factors]:
+def factorable(program: Program, homes: Mapping[str, Layout], *, alone: bool = False) -> dict[str, Factors]:
     """By weight, all that could be found so. `homes`: where the states live that a gradient is summed for.
 
+    `alone`: also of weights of which every rank has a part of its own, and nothing to send to anybody.
     Not of a weight with another use in the network, whose gradients only add up as a whole.
     """
     layers = [instruction for instruction in program.instructions if isinstance(instruction, Compute)]
@@ -82,7 +83,9 @@ def factorable(program: Program, homes: Mapping[str, Layout]) -> dict[str, Facto
             continue
         home = homes[weight.name]
         shared = sharers(home)
-        if not program.graph.states[weight.name].differentiable or all(len(ranks) < 2 for ranks in shared.values()):
+        if not program.graph.states[weight.name].differentiable:
+            continue
+        if not alone and all(len(ranks) < 2 for ranks in shared.values()):
             continue
         found[weight.name] = Factors(
             index=index,

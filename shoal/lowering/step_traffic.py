@@ -65,6 +65,8 @@ def step_traffic(
     again: range = range(0),
     factors: Mapping[str, Factors] | None = None,
     accumulated: bool = False,
+    learning: frozenset[str] | None = None,
+    laps: Sequence[tuple[Program, range]] = (),
 ) -> dict[str, Sent]:
     """What `rank` sends in one forward and backward pass, by layer. Layers that send nothing are left out.
 
@@ -72,23 +74,19 @@ def step_traffic(
     `uses`: what layers read of them, where that is more; `itemsize`: bytes of one element of every value and state;
     `inputs`: those whose gradient is wanted; `again`: the instructions whose forward pass is run a second time;
     `factors`: of weights whose gradients are not summed, but found from these; `accumulated`: but for a pass on top of
-    gradients of others, in which they are summed, each by itself.
+    gradients of others, in which they are summed, each by itself; `learning`: all states that learn, where some of them
+    step before the end, so that nothing is summed; `laps`: what runs behind the program's outputs, each with what of
+    it is run a second time.
     """
     factors = factors or {}
-    flowing = program.needing_grad(frozenset(trainable), inputs)
+    learning = frozenset(trainable) if learning is None else learning
+    flowing = program.needing_grad(learning, inputs)
     by_label: dict[str, Sent] = {}
-    for index, instruction in enumerate(program.instructions):
-        runs = 1 + (index in again)
-        match instruction:
-            case Fetch(identity=True):
-                pass
-            case Fetch(value=value) | Settle(value=value):
-                sent = _moved(instruction.moves, rank, itemsize[value], runs, back=value in flowing)
-                _note(by_label, instruction.label, sent)
-            case Compute(placed=placed):
-                name, reads = placed.layer.name, placed.layer.reads
-                back = name in flowing if placed.copies else any(read in flowing for read in reads)
-                _note(by_label, name, _summed(placed, rank, itemsize[name], runs, back, local_statistics))
+    _note_pass(by_label, program, rank, flowing, itemsize, again, local_statistics)
+    for lap, twice in laps:
+        features = frozenset(name for name in lap.graph.inputs if name in flowing)
+        back = lap.needing_grad(learning, features)
+        _note_pass(by_label, lap, rank, back, itemsize, twice, local_statistics)
     shards: list[tuple[str, tuple[int, ...], str, int]] = []
     alone: list[tuple[str, tuple[int, ...], str, int]] = []
     for name in trainable:
@@ -115,6 +113,30 @@ def step_traffic(
         if name in flowing & program.copies and program.ranks > 1:
             _note(by_label, INPUT, Sent(ring_bytes(spec.elements * itemsize[name], program.ranks, rank), 1))
     return by_label
+
+
+def _note_pass(
+    by_label: dict[str, Sent],
+    program: Program,
+    rank: int,
+    flowing: frozenset[str],
+    itemsize: Mapping[str, int],
+    again: range,
+    local_statistics: bool,
+) -> None:
+    """What layers and the moves between them send, forward and backward."""
+    for index, instruction in enumerate(program.instructions):
+        runs = 1 + (index in again)
+        match instruction:
+            case Fetch(identity=True):
+                pass
+            case Fetch(value=value) | Settle(value=value):
+                sent = _moved(instruction.moves, rank, itemsize[value], runs, back=value in flowing)
+                _note(by_label, instruction.label, sent)
+            case Compute(placed=placed):
+                name, reads = placed.layer.name, placed.layer.reads
+                back = name in flowing if placed.copies else any(read in flowing for read in reads)
+                _note(by_label, name, _summed(placed, rank, itemsize[name], runs, back, local_statistics))
 
 
 def _note(by_label: dict[str, Sent], label: str, sent: Sent) -> None:

@@ -1,7 +1,7 @@
 """From a plan, by name or as a file's patterns, to one cut for every layer of a network."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from shoal.graph import LayerGraph
 from shoal.lowering.placement import check_fits, depends_on_input, op_of
 from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import Cut
-from shoal.plan import Plan
-from shoal.planning.strategies import check_name, fit, followed, wanted_cuts
+from shoal.plan import Laps, Plan
+from shoal.planning.strategies import check_name, fit, followed, laps_of, wanted_cuts
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,13 @@ class Resolved:
     """Layers that were too small for the named strategy, with the cut they got."""
     whole: Mapping[str, str]
     """Layers whose operator has no rule, with the operator: they run whole on every rank."""
+    laps: Laps | None = None
+    """How the linear layers and all behind them run over a training batch in laps."""
 
     def plan(self, ranks: int, also: Mapping[str, Cut] | None = None) -> Plan:
         """The same as a plan that can be saved, one line per layer; `also` are layers of another mode only."""
-        return Plan(name=self.name, ranks=ranks, layers=tuple({**(also or {}), **self.cuts}.items()))
+        layers = tuple({**(also or {}), **self.cuts}.items())
+        return Plan(name=self.name, ranks=ranks, layers=layers, laps=self.laps)
 
 
 def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterable[str] = ()) -> Resolved:
@@ -47,7 +50,7 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
     }
     if isinstance(plan, Plan):
         _check_lines(plan, [*(layer.name for layer in graph.layers), *also])
-        return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch, whole), {}, whole)
+        return Resolved(plan.name, _from_lines(plan, graph, ranks, sees_batch, whole), {}, whole, plan.laps)
     cuts, smaller = {}, {}
     for layer, wanted in zip(graph.layers, wanted_cuts(plan, graph, ranks).values(), strict=True):
         cuts[layer.name] = Cut()
@@ -55,7 +58,7 @@ def resolve(plan: str | Path | Plan, graph: LayerGraph, ranks: int, also: Iterab
             cuts[layer.name] = fit(wanted, axes_of(op_of(layer, graph)))
             if cuts[layer.name] != wanted:
                 smaller[layer.name] = cuts[layer.name]
-    return Resolved(plan, cuts, smaller, whole)
+    return Resolved(plan, cuts, smaller, whole, laps_of(plan))
 
 
 def check(plan: str | Path | Plan, ranks: int) -> str | Plan:
@@ -78,6 +81,32 @@ def read_plan(plan: str | Path | Plan) -> str | Plan:
     """A name, or a plan that was read; a file that cannot be read is a `PlanError`."""
     is_file = isinstance(plan, Path) or (isinstance(plan, str) and (plan.endswith(".json") or "/" in plan))
     return Plan.load(str(plan)) if is_file else plan  # type: ignore[return-value]
+
+
+def planned_laps(plan: str | Path | Plan) -> Laps | None:
+    """How a plan's linear layers run over the batch in laps; None: all of it at once."""
+    plan = read_plan(plan)
+    return plan.laps if isinstance(plan, Plan) else laps_of(plan)
+
+
+def without_laps(plan: str | Path | Plan) -> str | Plan:
+    """The same cuts, with the linear layers over all of the batch at once."""
+    plan = read_plan(plan)
+    if isinstance(plan, Plan):
+        return replace(plan, laps=None)
+    return plan if laps_of(plan) is None else "owt"
+
+
+def refuse_laps(plan: str | Path | Plan) -> None:
+    """A `PlanError` where a plan that runs in laps is to be priced or simulated: the cost model does not know them."""
+    if planned_laps(plan) is not None:
+        plan = read_plan(plan)
+        name = plan.name if isinstance(plan, Plan) else plan
+        raise PlanError(
+            f"plan {name!r} runs linear layers in laps, which the cost model does not price.",
+            "Price the same cuts without laps, as 'owt' or without \"laps\" in the plan file: its features are the "
+            "same bytes, sent all at once. Time a real run with `shoal train --trace`.",
+        )
 
 
 def _check_lines(plan: Plan, known: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shoal.graph import Layer, LayerGraph
+from shoal.lowering.laps import LappedStep
 from shoal.lowering.placement import Placed
 from shoal.lowering.program import Compute, Fetch, Program
 from shoal.moves import Layout
@@ -81,6 +82,58 @@ def step_memories(
     homes: Mapping[str, Layout] | None = None,
 ) -> list[Memory]:
     """What each of these ranks holds at the peak of a step under a program. `homes`: what they keep of states."""
+    ranks = tuple(ranks)
+    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
+    passes = _of_pass(program, ranks, itemsize)
+    return [Memory(own, *of_pass) for own, of_pass in zip(parameters, passes, strict=True)]
+
+
+def lapped_memories(
+    program: Program,
+    lapped: LappedStep,
+    ranks: Iterable[int],
+    itemsize: Mapping[str, int],
+    *,
+    optimizer_slots: int = 1,
+    homes: Mapping[str, Layout] | None = None,
+) -> list[Memory]:
+    """The same where linear layers run in laps; `program`: the step without laps.
+
+    What the front keeps is there all the time, and of its features and their gradients this rank's own rows. What a
+    lap keeps comes and goes, with the features of the next, which are on their way.
+    """
+    ranks = tuple(ranks)
+    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
+    front = _of_pass(lapped.front, ranks, itemsize)
+    laps = [_of_pass(lap.program, ranks, itemsize) for lap in lapped.laps]
+    coming = [[_of_features(lap.program, lapped.features, rank, itemsize) for rank in ranks] for lap in lapped.laps]
+    found = []
+    for index, rank in enumerate(ranks):
+        own = _held_features(lapped, rank, itemsize)
+        at_once = [
+            sum(lap[index]) + (coming[number][index] if number < len(laps) else 0)
+            for number, lap in enumerate(laps, start=1)
+        ]
+        kept, working = front[index]
+        found.append(Memory(parameters[index], kept + own, max(working, max(at_once) + own)))
+    return found
+
+
+def _held_features(lapped: LappedStep, rank: int, itemsize: Mapping[str, int]) -> int:
+    """Bytes of a rank's own rows of what the front gives; as many as of their gradients."""
+    boxes = {fetch.value: fetch.boxes[rank] for fetch in lapped.front.outputs}
+    return sum(volume(box) * itemsize[name] for name, box in boxes.items() if box is not None)
+
+
+def _of_features(program: Program, features: Sequence[str], rank: int, itemsize: Mapping[str, int]) -> int:
+    """Bytes of what one lap reads of them."""
+    fetches = [one for one in program.instructions if isinstance(one, Fetch) and one.value in features]
+    boxes = [(fetch.value, fetch.boxes[rank]) for fetch in fetches]
+    return sum(volume(box) * itemsize[name] for name, box in boxes if box is not None)
+
+
+def _of_pass(program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Of each rank (what is kept for backward, the largest layer's working memory)."""
     graph = program.graph
     computes = [instruction for instruction in program.instructions if isinstance(instruction, Compute)]
     wanted = kept_values(graph)
@@ -100,7 +153,6 @@ def step_memories(
         and instruction.key in readers
         and (readers[instruction.key].saves_input or instruction.value in wanted)
     ]
-    ranks = tuple(ranks)
     kept, working = [0] * len(ranks), [0] * len(ranks)
     for compute in computes:
         placed = compute.placed
@@ -114,8 +166,7 @@ def step_memories(
         for index, rank in enumerate(ranks):
             tile = fetch.tiles[rank]
             kept[index] += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
-    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
-    return [Memory(*sizes) for sizes in zip(parameters, kept, working, strict=True)]
+    return list(zip(kept, working, strict=True))
 
 
 def _of_states(

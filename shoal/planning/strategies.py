@@ -4,6 +4,7 @@
     model    every layer by channel                                      Yadan 2013, OptCNN's "model"
     RxG      R parts by sample, each of G parts by channel               Yadan's hybrid, 2x2
     owt      by sample, linear layers and all behind them by channel     one weird trick, Krizhevsky 2014
+    owt:b owt:c owt:b1 owt:c1     the same, its linear part in laps      its schemes (b) and (c); owt is (a)
     spatial  by height and width; by sample where there is none          images too large for one device
 
 A layer too small for its cut takes the largest that fits.
@@ -12,6 +13,7 @@ A layer too small for its cut takes the largest that fits.
 import re
 from collections.abc import Mapping, Sequence
 from math import isqrt
+from typing import cast, get_args
 
 from shoal.errors import PlanError, suggestion
 from shoal.graph import LayerGraph
@@ -19,26 +21,40 @@ from shoal.lowering.placement import most_parts
 from shoal.operators.base import Axis
 from shoal.operators.registry import facts_of
 from shoal.partition import Cut
+from shoal.plan import Laps
 
 NAMES = ("data", "model", "owt", "spatial")
 AUTO = "auto"
 """No strategy but a wish: the plan that a search finds and a race confirms."""
+SCHEMES = tuple(f"owt:{scheme}" for scheme in ("a", *get_args(Laps)))
+"""Ways to send what the linear layers read: `owt` itself is the first."""
 _HYBRID = re.compile(r"(\d+)x(\d+)")
 
 
 def check_name(name: str, ranks: int) -> None:
     """Refuse what is no strategy's name, and a hybrid for another number of ranks, with a `PlanError`."""
     hybrid = _HYBRID.fullmatch(name)
-    if name not in (*NAMES, AUTO) and hybrid is None:
+    known = (*NAMES, AUTO, *SCHEMES)
+    if name not in known and hybrid is None:
         raise PlanError(
             f"there is no plan {name!r}.",
-            f"{suggestion(name, (*NAMES, AUTO))} RxG is a hybrid, such as 2x2; a path names a plan file.",
+            f"{suggestion(name, known)} RxG is a hybrid, such as 2x2; a path names a plan file.",
         )
     if hybrid is not None and int(hybrid[1]) * int(hybrid[2]) != ranks:
         raise PlanError(
             f"plan {name!r} needs {int(hybrid[1]) * int(hybrid[2])} ranks; there are {ranks}.",
             f"Choose R and G with R x G = {ranks}.",
         )
+
+
+def laps_of(name: str) -> Laps | None:
+    """How the linear layers of a named plan run over the batch: in laps, or all at once.
+
+    >>> laps_of("owt:c"), laps_of("owt:b1"), laps_of("owt:a"), laps_of("data")
+    ('c', 'b1', None, None)
+    """
+    scheme = name.removeprefix("owt:")
+    return cast(Laps, scheme) if name in SCHEMES and scheme != "a" else None
 
 
 def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
@@ -53,7 +69,7 @@ def wanted_cuts(name: str, graph: LayerGraph, ranks: int) -> Mapping[str, Cut]:
         return dict.fromkeys(names, Cut.of(c=ranks))
     if name == "spatial":
         return {name: _spatial(len(graph.specs[name].shape), graph.batch, ranks) for name in names}
-    if name == "owt":
+    if name == "owt" or name in SCHEMES:
         behind: set[str] = set()  # not by their place in the list: a head in the middle has layers beside it
         for layer in graph.layers:
             if facts_of(layer.op).dense or behind & set(layer.reads):

@@ -31,6 +31,7 @@ from shoal.training.checkpoints.carry_over import told
 from shoal.training.checkpoints.folder import Checkpoint
 from shoal.training.checkpoints.restoring import read_state, settings_before
 from shoal.training.job import load_whole, make_optimizer
+from shoal.training.laps import check_laps
 from shoal.training.listener import About, Listener
 from shoal.training.metrics import lines_are_missing
 from shoal.training.network import count_parameters
@@ -340,6 +341,7 @@ def _look(
     alone = config.model_copy(
         update={"device": "cpu", "batch": config.replica_batch, "workers": each, "replicas": 1, "exchange": None}
     )
+    check_laps(config)
     splits, _, model = load_whole(alone, own, fresh=fresh)
     told = initial.told(model, config) if fresh else []
     assert isinstance(options, Kind)

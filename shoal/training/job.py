@@ -25,6 +25,7 @@ from shoal.machine import threads_each
 from shoal.training import initial
 from shoal.training.average import WeightAverage
 from shoal.training.device import choose_device
+from shoal.training.laps import check_laps
 from shoal.training.network import Criterion, Network, on_one_device
 from shoal.training.numbering import Numbering
 from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
@@ -214,6 +215,7 @@ def load_whole(
         config.check_equal_shares()
     else:
         planning.check(config.plan, config.workers)
+        check_laps(config)
     if own.data is not None:
         splits = own.splits(config)
     else:

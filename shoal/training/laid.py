@@ -6,6 +6,7 @@ What the ranks decide (stop, diverged) comes from values that are equal on all o
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -29,13 +30,15 @@ from shoal.lowering.boundary import IO, Boundary, even_shares
 from shoal.lowering.owners import OptimizerState
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.partition import Box
-from shoal.plan import Plan, factors_option
+from shoal.plan import Plan, factors_option, steps_in_laps
 from shoal.planning import resolve
 from shoal.planning.outlining import outline_of
+from shoal.planning.resolve import without_laps
 from shoal.planning.strategies import AUTO
 from shoal.profiling.profile import OnMeasured
 from shoal.traffic import Sent, total
 from shoal.training.checkpoints.tensor_files import Place
+from shoal.training.laps import step_after_lap
 from shoal.training.network import Criterion, Held, Network, PartOf, count_parameters
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
@@ -90,6 +93,10 @@ class LaidNetwork(Network):
 
     def gathering(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.module.no_sync()
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> None:
+        if steps_in_laps(self.module.plan.laps):
+            self.module.after_lap(partial(step_after_lap, optimizer, self.ranks))
 
     def clip_gradients(self, longest: float) -> None:
         clip_grad_norm_(self.module, longest)
@@ -242,21 +249,24 @@ def lay_over_ranks(
         )
 
     module = laid(captured, config.optimizer_state)
+    in_laps, plan = module.plan.laps is not None, without_laps(plan)  # which are for training, with its loss
     tester = module if shapes.train[1:] == shapes.test[1:] else laid(capture_on_all(transport, model, shapes.test))
     network = LaidNetwork(module, tester, transport, shapes, io, criterion, count_parameters(model), build)
     graph, cuts = captured.graphs[True], dict(module.plan.layers)
-    priced = price_from_cache(
-        captured,
-        cuts,
-        transport,
-        module.plan.name,
-        io=io,
-        batch_norm=config.batch_norm,
-        bucket_bytes=module.bucket_bytes,
-        factors=module.plan.factors or "never",
-        optimizer_slots=config.optimizer_slots,
-        optimizer_state=config.optimizer_state,
-    )
+    priced = None
+    if not in_laps:  # of which the cost model knows nothing
+        priced = price_from_cache(
+            captured,
+            cuts,
+            transport,
+            module.plan.name,
+            io=io,
+            batch_norm=config.batch_norm,
+            bucket_bytes=module.bucket_bytes,
+            factors=module.plan.factors or "never",
+            optimizer_slots=config.optimizer_slots,
+            optimizer_state=config.optimizer_state,
+        )
     network.price = priced
     if transport.rank == 0:
         network.outline = outline_of(

@@ -22,7 +22,8 @@ from shoal.graph import LayerGraph
 from shoal.launching import run
 from shoal.operators.registry import facts_of
 from shoal.partition import Cut
-from shoal.plan import FactorsOption, Plan, factors_option
+from shoal.plan import FactorsOption, Plan, factors_option, steps_in_laps
+from shoal.planning.resolve import planned_laps, without_laps
 from shoal.result import versions
 from shoal.transport import MemoryTransport, Transport
 from shoal.transport.memory import Hub
@@ -152,10 +153,15 @@ def _in_processes(
 def _verify_here(
     model: nn.Module, example: Tensor | tuple[int, ...], plan: str | Path | Plan, settings: _Settings
 ) -> Verdict:
+    if steps_in_laps(planned_laps(plan)):
+        raise ConfigError(
+            "linear layers that step after every lap do not train as one device does, so nothing can be compared.",
+            "Verify 'owt:b' or 'owt:c', which send the same and step once.",
+        )
     transport = Transport()
     say = settings.progress if transport.rank == 0 else _silent
     say("building one device's network")
-    subject = _subject(model, example, settings)
+    subject = _subject(model, example, settings, in_laps=planned_laps(plan) is not None)
     _check_alike(subject, transport)
     say("running one device")
     reference = subject.one_device(subject.model)
@@ -246,13 +252,14 @@ class _Subject:
     ) -> tuple[ParallelModule, Differences]:
         """The network under the plan, and this rank's differences: first as it always runs, then layer by layer.
 
-        Twice, because a network whose layers are watched is differentiated one by one, and otherwise in chains.
+        Twice, because a network whose layers are watched is differentiated one by one, and otherwise in chains; linear
+        layers that run in laps are watched over all samples at once.
         """
         tail = self.captured.tail
         laid = self.lay(self.captured, plan, transport)
         differences, _ = compare(reference, laid, transport, tail=tail)
         with _quiet():
-            watched = self.lay(self.captured, plan, transport)
+            watched = self.lay(self.captured, without_laps(plan), transport)
         more, _ = compare(reference, watched, transport, tail=tail, against=seen, steps=0)
         return laid, largest(differences, more)
 
@@ -288,7 +295,7 @@ class _Subject:
         captured = replace(self.captured, graphs={**self.captured.graphs, True: graph})
         seen, _ = self.on_one_rank(reference, captured)
         with _quiet():
-            laid = self.lay(captured, plan, transport)
+            laid = self.lay(captured, without_laps(plan), transport)
         mine, _ = compare(reference, laid, transport, tail=captured.tail, against=seen, steps=0)
         differences = over_ranks(mine, transport, reference, seen)
         return tuple(
@@ -296,10 +303,12 @@ class _Subject:
         )
 
 
-def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings) -> _Subject:
+def _subject(model: nn.Module, example: Tensor | tuple[int, ...], settings: _Settings, *, in_laps: bool) -> _Subject:
+    """Linear layers `in_laps` need the loss in the network, whether or not one was given."""
     copy, x, output = try_out(model, example, dtype=settings.dtype, seed=settings.seed, name=settings.name)
     loss, target = _loss_and_target(settings, output)
-    return _Subject(copy, x, target, loss, capture_modes(copy, x, settings.loss, target), settings)
+    inside = loss if in_laps else settings.loss
+    return _Subject(copy, x, target, loss, capture_modes(copy, x, inside, target), settings)
 
 
 def try_out(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -263,3 +263,38 @@ def post_local(kind: dict[str, Any]) -> tuple[float, float, float, float]:
         tested = float(weight[0])
     assert float(weight[0]) == (own, other)[job.network.rank]  # it goes on with its own
     return own, other, float(mean), tested
+
+
+def beside_two_batch_sizes(plan: str) -> tuple[float, float]:
+    """(difference of losses, of states) between the trainer and plain torch, whose linear layer steps after each lap.
+
+    The batch is 7, and there are two ranks: 4 and 3 samples.
+    """
+    config = settings(plan=plan, workers=2, batch=7, momentum=0.9, weight_decay=0.01)
+    job, alone = prepared(config, Transport()), prepared(config, Transport(alone=True))
+    model = cast(Net, alone.network.module)  # of the file, which was loaded once more under another name
+    front = torch.optim.SGD([*model.a.parameters(), *model.b.parameters()], lr=1.0, momentum=0.9, weight_decay=0.01)
+    dense = torch.optim.SGD(model.head.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
+    laps = [[0, 1, 2, 3], [4, 5, 6]] if plan == "owt:b1" else [[0, 1, 4, 5], [2, 3, 6]]
+    expected = 0.0
+    for step in range(STEPS):
+        ((x, y),) = alone.batches(0, step)
+        front.param_groups[0]["lr"], dense.param_groups[0]["lr"] = [config.lr / (1 + step) / part for part in (1, 2)]
+        features = F.relu(model.b(F.relu(model.a(x.double())))).mean((2, 3))
+        grad = torch.zeros_like(features)
+        for samples in laps:
+            part = features.detach()[samples].requires_grad_()
+            loss = F.cross_entropy(model.head(part), y[samples])
+            dense.zero_grad()
+            torch.autograd.backward(loss)
+            dense.step()
+            assert part.grad is not None
+            grad[samples] = part.grad * len(samples) / 7
+            expected += float(loss) * len(samples) / 7
+        front.zero_grad()
+        torch.autograd.backward(features, grad)
+        front.step()
+    found = trained(job)
+    full = put_together(job)["model"]
+    assert job.optimizer.param_groups[0]["lr"] == config.lr / STEPS
+    return abs(found - expected) / expected, difference(full, model.state_dict())
