@@ -7,7 +7,8 @@
                  that kernels make of its tensors in a layout of their own
     libraries    compiled kernels and the like, a constant
 
-It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
+A step that recomputes keeps other things at other moments: `recomputed_memory.py`, whose fullest moment then is what is
+kept and at work. It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from shoal.lowering.program import Compute, Fetch, Program
 from shoal.moves import Layout
 from shoal.operators.registry import facts_of
 from shoal.partition import volume
+from shoal.planning.recomputed_memory import fullest_moment
 
 LIBRARIES = 32 << 20
 CHANNELS_TOGETHER = 16
@@ -79,8 +81,32 @@ def step_memories(
     *,
     optimizer_slots: int = 1,
     homes: Mapping[str, Layout] | None = None,
+    recompute: bool = False,
 ) -> list[Memory]:
     """What each of these ranks holds at the peak of a step under a program. `homes`: what they keep of states."""
+    ranks = tuple(ranks)
+    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
+    kept, working = (_recomputed if recompute else _kept)(program, ranks, itemsize)
+    return [Memory(*sizes) for sizes in zip(parameters, kept, working, strict=True)]
+
+
+def _recomputed(
+    program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each rank what it holds and handles at the fullest moment of a step that recomputes."""
+    graph = program.graph
+    fullest = fullest_moment(
+        program,
+        ranks,
+        itemsize,
+        handled=lambda placed: _handled(placed, ranks, graph, itemsize),
+        is_view=lambda placed: stands_for_input(placed.layer, graph),
+    )
+    return fullest.kept.tolist(), fullest.working.tolist()
+
+
+def _kept(program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each rank what it keeps from forward to backward, and what the largest layer handles."""
     graph = program.graph
     computes = [instruction for instruction in program.instructions if isinstance(instruction, Compute)]
     wanted = kept_values(graph)
@@ -100,7 +126,6 @@ def step_memories(
         and instruction.key in readers
         and (readers[instruction.key].saves_input or instruction.value in wanted)
     ]
-    ranks = tuple(ranks)
     kept, working = [0] * len(ranks), [0] * len(ranks)
     for compute in computes:
         placed = compute.placed
@@ -114,8 +139,7 @@ def step_memories(
         for index, rank in enumerate(ranks):
             tile = fetch.tiles[rank]
             kept[index] += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
-    parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
-    return [Memory(*sizes) for sizes in zip(parameters, kept, working, strict=True)]
+    return kept, working
 
 
 def _of_states(
