@@ -124,8 +124,9 @@ def test_a_plan_that_recomputes_does_so_untold_and_a_run_goes_on_with_it(
     layers = {"schema": "shoal.plan/1", "name": "again", "ranks": 2, "layers": {"*": "n2", "0": "h2", "1": "h2"}}
     (tmp_path / "again.json").write_text(json.dumps({**layers, "recompute": True}))
     settings = ["train", "--data", tiny, *NET, "--workers", "2", "--plan", "again.json"]
-    for out, told in (("again", []), ("told", ["--recompute"]), ("kept", ["--no-recompute"])):
-        run = shoal(*settings, "--epochs", "2", *told, "--out", out)
+    ways: dict[str, list[str]] = {"again": [], "told": ["--recompute"], "kept": ["--no-recompute"]}
+    for out, flags in ways.items():
+        run = shoal(*settings, "--epochs", "2", *flags, "--out", out)
         assert run.returncode == 0, run.stderr
         assert ("it is laid without that, as asked" in run.stdout + run.stderr) == (out == "kept")
     again, told, kept = (result_of(tmp_path / out) for out in ("again", "told", "kept"))
