@@ -85,6 +85,8 @@ TABLE: Mapping[str, Run | Left] = {
     "shoal plan --model vgg16 --workers 4 --cluster p100-4x4": Run(),
     'shoal plan --model vgg16 --workers 2 --cluster titan-4 --pin "*=n2" --optimizer adam --optimizer-state cut': Run(),
     "shoal plan --model vgg16 --workers 16 --cluster p100-4x4 --batch 4": Run(),
+    "shoal plan --model unet --model-options width=8,depth=2 --input 3,64,64 --classes 2 --batch 8 --workers 2 "
+    "--cluster titan-4 --memory 42478312": Run(shown=True),
     "shoal compare --plans data,auto,ddp --data digits": Run(
         instead="shoal compare --plans data,auto,ddp --data digits --epochs 1 --rounds 2"
     ),

@@ -180,8 +180,8 @@ class Settings(Checked):
     """How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is searched."""
     batch_norm: Literal["exact", "local"] = "exact"
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
-    recompute: bool = False
-    """Compute activations a second time in backward instead of keeping them: less memory, more time."""
+    recompute: bool | None = None
+    """Compute activations a second time in backward, and keep less, or never; as the plan says unless given."""
     factors: str = "auto"
     """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
     timeout: float = Field(default=120.0, gt=0)
@@ -440,7 +440,7 @@ class TrainConfig(Settings):
         self._share_batch(self.workers)
         self.check_equal_shares()
         refused = {
-            "recompute": self.recompute,
+            "recompute": bool(self.recompute),
             "factors": self.factors != "auto",
             "optimizer_state": self.optimizer_state == "cut",
             "last_batch": self.last_batch == "keep",
@@ -653,6 +653,8 @@ class PlanConfig(ProfileConfig):
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     factors: str = "auto"
     """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
+    recompute: bool | None = None
+    """Compute activations again in backward, always or never; only where it keeps --memory unless given."""
     optimizer: OptimizerName = "sgd"
     """What will train: adam and adamw remember two tensors of each parameter, the others one."""
     optimizer_state: Literal["whole", "cut"] = "whole"
@@ -732,6 +734,8 @@ class SimulateConfig(NetworkConfig):
     """Statistics over the whole batch, or over each worker's samples as DDP takes them."""
     factors: str = "auto"
     """Send linear layers' inputs and output gradients, not summed gradients: auto, always, never, or layers' names."""
+    recompute: bool | None = None
+    """Compute activations a second time in backward, or never; as the plan says unless given."""
     what_if: tuple[str, ...] = ()
     """Also simulate a change, such as bandwidth=2x,devices=64; of bandwidth, latency, compute, devices. Repeatable."""
     steps: int = Field(default=1, gt=0)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -39,6 +39,8 @@ class Plan:
     """Linear layers for whose weights' gradients ranks send each other factors; None: found where it is laid."""
     laps: Laps | None = None
     """How the linear layers and all behind them run over a training batch in laps; None: over all of it at once."""
+    recompute: bool = False
+    """Whether activations are computed a second time in backward, and not kept."""
 
     def __post_init__(self) -> None:
         """Refuse a layer that is cut into more parts than there are ranks."""
@@ -54,14 +56,19 @@ class Plan:
                 )
 
     def in_words(self) -> str:
-        """How many layers are cut in which way, most first.
+        """How many layers are cut in which way, most first, and whether activations are computed again.
 
         >>> by_sample, by_channel = Cut.parse("n2"), Cut.parse("c2")
         >>> Plan(name="mine", ranks=2, layers=(("a", by_sample), ("b", by_channel), ("c", by_sample))).in_words()
         '2 layers by sample (n2), 1 by channel (c2)'
         >>> data_parallel(4).in_words()
         'every layer by sample (n4)'
+        >>> Plan(name="mine", ranks=2, layers=(("*", by_sample),), recompute=True).in_words()
+        'every layer by sample (n2); activations are recomputed'
         """
+        return self._cuts_in_words() + ("; activations are recomputed" if self.recompute else "")
+
+    def _cuts_in_words(self) -> str:
         counts = Counter(cut for _, cut in self.layers).most_common()
         if len(counts) == 1:
             return f"every layer {_in_words(counts[0][0])}"
@@ -79,6 +86,8 @@ class Plan:
             content["factors"] = list(self.factors)
         if self.laps is not None:
             content["laps"] = self.laps
+        if self.recompute:
+            content["recompute"] = True
         return json.dumps(content, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -100,22 +109,23 @@ class Plan:
                 "ranks": int(ranks),
                 "layers": dict(layers),
                 **rest,
-            } if not isinstance(ranks, bool) and _are_more_fields(rest):
+            } if not isinstance(ranks, bool) and _are_further_fields(rest):
                 cuts = tuple((pattern, Cut.parse(str(cut))) for pattern, cut in layers.items())
                 named: Any = rest.get("factors")
+                recompute: Any = rest.get("recompute", False)
                 factors = None if named is None else tuple(named)
                 laps: Any = rest.get("laps")
-                return cls(name=name, ranks=ranks, layers=cuts, factors=factors, laps=laps)
+                return cls(name=name, ranks=ranks, layers=cuts, factors=factors, laps=laps, recompute=recompute)
             case {"schema": other} if other != SCHEMA:
                 raise PlanError(f"plan {str(path)!r} has schema {other!r}; this version reads {SCHEMA!r}.", remedy)
             case _:
                 raise PlanError(f"plan {str(path)!r} does not have the fields of a plan.", remedy)
 
 
-def _are_more_fields(given: dict[Any, Any]) -> bool:
-    """Whether these are fields that a plan may have, with what may stand in them."""
-    laps = given.get("laps", "b")
-    return given.keys() <= {"factors", "laps"} and laps in get_args(Laps) and _are_names(given.get("factors", []))
+def _are_further_fields(rest: Mapping[Any, Any]) -> bool:
+    """Those that a plan may leave out, each with what may stand in it."""
+    known = rest.keys() <= {"factors", "laps", "recompute"} and rest.get("laps", "b") in get_args(Laps)
+    return known and _are_names(rest.get("factors", [])) and isinstance(rest.get("recompute", False), bool)
 
 
 def _are_names(given: object) -> bool:
@@ -164,6 +174,11 @@ def planned_factors(plan: str | Plan, wanted: FactorsOption = "auto") -> Factors
 def steps_in_laps(laps: Laps | None) -> bool:
     """Whether the dense layers' weights step after every lap: no longer one device's step."""
     return laps is not None and laps.endswith("1")
+
+
+def planned_recompute(plan: str | Plan, wanted: bool | None = None) -> bool:
+    """Whether a plan recomputes, unless the caller says whether to."""
+    return wanted if wanted is not None else isinstance(plan, Plan) and plan.recompute
 
 
 def data_parallel(ranks: int) -> Plan:

@@ -34,16 +34,20 @@ from shoal.units import parse_quantity, show_bytes
 
 MODULE = "benchmarks.planned_memory.bench"
 CASES = [
-    ("alexnet", 224, 32, "data", 1),
-    ("alexnet", 224, 32, "owt", 2),
-    ("vgg16", 64, 16, "data", 1),
-    ("resnet18", 64, 32, "data", 1),
-    ("resnet18", 64, 32, "spatial", 2),
-    ("inception_v3", 107, 8, "data", 1),
-    ("unet", 512, 1, "data", 1),
-    ("unet", 512, 1, "spatial", 2),
+    ("alexnet", 224, 32, "data", 1, False),
+    ("alexnet", 224, 32, "owt", 2, False),
+    ("vgg16", 64, 16, "data", 1, False),
+    ("resnet18", 64, 32, "data", 1, False),
+    ("resnet18", 64, 32, "spatial", 2, False),
+    ("inception_v3", 107, 8, "data", 1, False),
+    ("unet", 512, 1, "data", 1, False),
+    ("unet", 512, 1, "spatial", 2, False),
+    ("resnet18", 64, 32, "data", 1, True),
+    ("resnet18", 64, 32, "spatial", 2, True),
+    ("unet", 512, 1, "data", 1, True),
+    ("unet", 512, 1, "spatial", 2, True),
 ]
-"""Network, pixels, samples of the global batch, plan, ranks."""
+"""Network, pixels, samples of the global batch, plan, ranks, whether the step recomputes."""
 
 
 def main() -> None:
@@ -72,18 +76,20 @@ def main() -> None:
         held_against(*CASES[args.case])
 
 
-def held_against(name: str, pixels: int, batch: int, plan: str, ranks: int) -> None:
+def held_against(name: str, pixels: int, batch: int, plan: str, ranks: int, recompute: bool) -> None:
     """One row of the table."""
     transport, captured = _begin(name, pixels, batch, ranks)
     graph = captured.graphs[True]
     model = cost_model(captured, Analytic(Cluster.load("p100-4x4").first(ranks)), ranks)
-    predicted = price(model, resolve(plan, graph, ranks).cuts, plan).memory[transport.rank].total
-    measured = _measured(captured, plan, transport)
+    priced = price(model, resolve(plan, graph, ranks).cuts, plan, recompute=recompute)
+    predicted = priced.memory[transport.rank].total
+    measured = _measured(captured, priced.plan(plan), transport)
     rows = transport.gather_numbers([float(predicted), float(measured)])
     if transport.rank == 0:
         most = max(rows, key=lambda row: row[1])
+        way = f"{plan}, recompute" if recompute else plan
         print(
-            f"| {name} {pixels}x{pixels}, batch {batch} | {plan} | {ranks} | {show_bytes(int(most[0]))} "
+            f"| {name} {pixels}x{pixels}, batch {batch} | {way} | {ranks} | {show_bytes(int(most[0]))} "
             f"| {show_bytes(int(most[1]))} | {most[0] / most[1]:.2f} |",
             flush=True,
         )
@@ -95,7 +101,7 @@ def limited(limit: int, side: str) -> None:
     model = cost_model(captured, Analytic(Cluster.load("titan-4").first(2)), 2)
     found = find(model, memory=limit)
     price = found.price if side == "found" else next(one for one in found.fixed if one.name == side)
-    plan = Plan(name=side, ranks=2, layers=tuple(price.cuts.items()))
+    plan = price.plan(side)
     measured = max(row[0] for row in transport.gather_numbers([float(_measured(captured, plan, transport))]))
     if transport.rank == 0:
         print(f"{side}: predicted peak {show_bytes(price.peak)}, measured {show_bytes(int(measured))}", flush=True)
@@ -115,7 +121,7 @@ def _begin(name: str, pixels: int, batch: int, ranks: int) -> tuple[Transport, C
     return Transport(), capture_modes(net, (batch, 3, pixels, pixels), F.cross_entropy, target)
 
 
-def _measured(captured: Captured, plan: str | Plan, transport: Transport) -> int:
+def _measured(captured: Captured, plan: Plan, transport: Transport) -> int:
     gc.collect()
     before = resident_bytes()
     forget_peak()

@@ -27,7 +27,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Command], Command]:
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
     flag = f"--{name.replace('_', '-')}"
-    if field.annotation is bool:  # None where neither was given, so that a recipe's word stands
+    if field.annotation in (bool, bool | None):  # None where neither was given, so that a recipe's word stands
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     if field.annotation == tuple[str, ...]:
         return click.option(flag, name, metavar="TEXT", multiple=True, help=field.description)

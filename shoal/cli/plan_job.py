@@ -83,7 +83,7 @@ def described(config: PlanConfig) -> tuple[Captured, Report]:
     def on(ranks: int) -> CostModel:
         some = Analytic(cluster.first(ranks)) if isinstance(speeds, Analytic) else speeds
         return cost_model(
-            captured, some, ranks, batch_norm=config.batch_norm, factors=factors,
+            captured, some, ranks, batch_norm=config.batch_norm, factors=factors, recompute=config.recompute,
             optimizer_slots=config.optimizer_slots, optimizer_state=config.optimizer_state,
         )  # fmt: skip
 
@@ -132,12 +132,13 @@ def _choose(config: PlanConfig, progress: OnMeasured) -> Report:
     tell, factors = progress if transport.rank == 0 else _silent, factors_option(config.factors)
     chosen = choose_plan(
         captured, transport, batch_norm=config.batch_norm, memory=config.memory, pins=pins, racing=config.race,
-        fresh=config.fresh, factors=factors, optimizer_slots=config.optimizer_slots,
+        fresh=config.fresh, factors=factors, recompute=config.recompute, optimizer_slots=config.optimizer_slots,
         optimizer_state=config.optimizer_state, progress=tell,
     )  # fmt: skip
     timings = measured_speeds(captured, transport, pins=pins)  # all from the cache now
     model = cost_model(
         captured, Measured(timings), transport.world, batch_norm=config.batch_norm, factors=factors,
+        recompute=config.recompute,
         optimizer_slots=config.optimizer_slots, optimizer_state=config.optimizer_state,
     )  # fmt: skip
     report: Report | None = None
@@ -168,8 +169,9 @@ def _report(
     by_cuts = [*search.candidates, *search.fixed]
 
     def priced(plan: Plan) -> Price:
-        cuts = dict(plan.layers)
-        return next((one for one in by_cuts if one.cuts == cuts), None) or price(model, cuts, plan.name)
+        cuts, recompute = dict(plan.layers), plan.recompute
+        known = next((one for one in by_cuts if one.cuts == cuts and one.recompute == recompute), None)
+        return known or price(model, cuts, plan.name, recompute=recompute)
 
     plan, mine = chosen.plan, priced(chosen.plan)
     cuts = dict(plan.layers)
@@ -217,7 +219,9 @@ def priced(config: PricedConfig, *plans: Plan, trace: bool = False) -> list[Pric
         speeds = load_speeds(config.cluster, config.timings, plan.ranks)
         factors = planned_factors(plan)
         check_factors(factors, *captured.graphs.values())
-        model = cost_model(captured, speeds, plan.ranks, batch_norm=config.batch_norm, factors=factors)
+        model = cost_model(
+            captured, speeds, plan.ranks, batch_norm=config.batch_norm, factors=factors, recompute=plan.recompute
+        )
         cuts = resolve(plan, graph, plan.ranks, also).cuts
         plans_priced.append(Priced(graph, price(model, cuts, plan.name, trace=trace), model))
     return plans_priced

@@ -181,6 +181,8 @@ def show_totals(console: Console, price: Price, search: SearchResult | None = No
     table.add_row("sent per step", f"{show_bytes(price.bytes)}, by {price.ranks} ranks together")
     if price.factors:
         table.add_row("factors, not sums", ", ".join(_some(price.factors)))
+    if price.recompute:
+        table.add_row("recomputes", _recomputing(price, search))
     table.add_row("peak per rank", ", ".join(_some([show_bytes(memory.total) for memory in price.memory])))
     if search is not None and search.offered is not None:
         rest = "; more make no step shorter" if price.ranks < search.offered else ""
@@ -189,6 +191,19 @@ def show_totals(console: Console, price: Price, search: SearchResult | None = No
         seconds = f"{search.search_seconds:.2g} s, after {search.table_seconds:.2g} s for the tables"
         table.add_row("search", f"{seconds}; {search.stages} stages, {search.choices} cuts")
     console.print(table)
+
+
+def _recomputing(price: Price, search: SearchResult | None) -> str:
+    """What it means that a plan recomputes; where that was the search's choice, what it costs and saves."""
+    what = "activations are computed a second time in backward"
+    if search is None or search.without is None or not search.price.recompute:
+        return what
+    without = search.without
+    longer, saved = price.seconds - without.seconds, without.peak - price.peak
+    beside = f"{_signed_time(longer)} and {_signed_size(-saved)} beside"
+    if without.cuts == price.cuts and longer >= 0:
+        return f"{what}: {beside} the same cuts without, which do not fit; nor does any other plan that was found"
+    return f"{what}: {beside} the best plan without that fits"
 
 
 def _some(texts: Sequence[str], most: int = 4) -> list[str]:
@@ -210,7 +225,8 @@ def show_rivals(
     everyone = {chosen_name: chosen, **{rival.name: rival for rival in fixed}, **entrants}
     ordered: list[tuple[list[str], Price]] = []
     for name, rival in sorted(everyone.items(), key=lambda item: (item[0] != chosen_name, item[1].seconds)):
-        alike = next((names for names, other in ordered if other.cuts == rival.cuts), None)
+        way = rival.cuts, rival.recompute
+        alike = next((names for names, other in ordered if (other.cuts, other.recompute) == way), None)
         if alike is None:
             ordered.append(([name], rival))
         else:  # a strategy that the search found too
@@ -229,7 +245,7 @@ def show_rivals(
 
 
 def show_lines(console: Console, plan: Plan) -> None:
-    """A plan file by itself: runs of lines with the same cut, each one row."""
+    """A plan file by itself: runs of lines with the same cut, each one row, and whether it recomputes."""
     names, cells = [], []
     for cut, run in groupby(plan.layers, key=lambda line: line[1]):
         patterns = [pattern for pattern, _ in run]
@@ -239,6 +255,8 @@ def show_lines(console: Console, plan: Plan) -> None:
     _print_table(console, "layers", names, ["lines", "cut", "ranks"], cells, left={"cut"})
     if plan.laps is not None:
         console.print(f"Linear layers and all behind them run in laps: scheme {plan.laps}.")
+    if plan.recompute:
+        console.print("Activations are computed a second time in backward.")
 
 
 def show_differing_lines(console: Console, a: Plan, b: Plan) -> None:
@@ -247,6 +265,7 @@ def show_differing_lines(console: Console, a: Plan, b: Plan) -> None:
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
     if a.laps != b.laps:
         console.print(f"Linear layers in laps: {a.laps or 'no'} and {b.laps or 'no'}.")
+    _say_which_recomputes(console, (a, b))
     if not names:
         console.print("Both plans cut every layer alike.")
         return
@@ -256,12 +275,20 @@ def show_differing_lines(console: Console, a: Plan, b: Plan) -> None:
     console.print(f"{len(names)} of {len({*first, *second})} lines differ.")
 
 
+def _say_which_recomputes(console: Console, plans: tuple[Plan, Plan]) -> None:
+    """Where two plans differ in that."""
+    if plans[0].recompute != plans[1].recompute:
+        one = "first" if plans[0].recompute else "second"
+        console.print(f"The {one} plan computes activations a second time in backward, the other keeps them.")
+
+
 def _headings(a: Plan, b: Plan) -> list[str]:
     return [shortened(a.name, 12), shortened(b.name, 12)] if a.name != b.name else ["first", "second"]
 
 
 def show_difference(console: Console, plans: tuple[Plan, Plan], prices: tuple[Price, Price], graph: LayerGraph) -> None:
     """Stage by stage where cuts, seconds or bytes differ, and in total; the second minus the first."""
+    _say_which_recomputes(console, plans)
     layers, other_layers = ({layer.name: layer for layer in price.layers} for price in prices)
     first, second = (rows_of(price, graph) for price in prices)
     heads = [row.name for row in first if row.name in {other.name for other in second}]

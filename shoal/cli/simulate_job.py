@@ -10,7 +10,7 @@ from shoal.errors import InputError
 from shoal.execution.laying import Captured
 from shoal.finding.auto import cost_model
 from shoal.finding.simulated import check_slow, cuts_of_plan
-from shoal.plan import Plan, factors_option, planned_factors
+from shoal.plan import Plan, factors_option, planned_factors, planned_recompute
 from shoal.planning.factors import check_factors
 from shoal.planning.price import Price, price, tasks_of
 from shoal.planning.resolve import read_plan
@@ -94,7 +94,8 @@ def _case(
     count = change.devices or ranks
     factors = planned_factors(plan, factors_option(config.factors))
     check_factors(factors, *captured.graphs.values())
-    model = cost_model(captured, changed, count, batch_norm=config.batch_norm, factors=factors)
+    model = cost_model(captured, changed, count, batch_norm=config.batch_norm, factors=factors,
+                       recompute=planned_recompute(plan, config.recompute))  # fmt: skip
     cuts = cuts_of_plan(plan, captured, count)
     slow = check_slow(config.slow_ranks, count)
     by_rank = {rank: slow.get(rank, 1.0) * change.compute for rank in range(count)}

@@ -244,14 +244,18 @@ class Engine:
         with self._blaming():
             for number in range(len(tape.route.segments) - 1, -1, -1):
                 if number < len(tape.kept):
-                    live = tape.kept.pop()
-                    with tape.precision():
-                        self._run(tape.route.segments[number], live, states, tape, record=True, again=True)
-                    live.wait()
+                    self._run_again(tape.route.segments[number], tape)
                 self._run_back(tape.route.segments[number], back, tape, collector, finished_by, states)
             for message in back.leaving:
                 message.wait()
             return self._input_grads(tape, back)
+
+    def _run_again(self, segment: range, tape: Tape) -> None:
+        """The last segment whose start was kept, recorded now; afterwards only the tape holds anything of it."""
+        live = tape.kept.pop()
+        with tape.precision():
+            self._run(segment, live, tape.states, tape, record=True, again=True)
+        live.wait()
 
     def _run_back(
         self,

@@ -23,7 +23,7 @@ from shoal.execution.variants import Form, capture_form, example_call
 from shoal.graph import LayerGraph
 from shoal.lowering.boundary import IO, Boundary
 from shoal.lowering.owners import OptimizerState
-from shoal.plan import FactorsOption, Plan, planned_factors
+from shoal.plan import FactorsOption, Plan, planned_factors, planned_recompute
 from shoal.planning import Resolved, check, resolve
 from shoal.planning.factors import check_factors
 from shoal.transport import Transport
@@ -75,7 +75,7 @@ def lay(
     batch_norm: Literal["exact", "local"] = "exact",
     seed: int | None = None,
     bucket_bytes: int | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
     factors: FactorsOption = "auto",
     optimizer_state: OptimizerState = "whole",
     in_place: bool = False,
@@ -84,7 +84,8 @@ def lay(
     """Lay a captured network over the ranks of `transport`; `parallelize` without the capture.
 
     `in_place`: the module itself becomes this rank's part, with rank 0's weights; else a copy of it, with its own.
-    `draft`: of a network that is not built yet; then each rank builds its own part.
+    `draft`: of a network that is not built yet; then each rank builds its own part. `recompute`: as the plan says, if
+    None; where a plan that recomputes is laid without, rank 0 says so.
     """
 
     def resolved_plan() -> tuple[str | Plan, dict[bool, Resolved]]:
@@ -96,6 +97,8 @@ def lay(
     checked, resolved = agree(transport, resolved_plan)
     if transport.rank == 0:
         _announce(resolved[True])
+        if isinstance(checked, Plan) and checked.recompute and recompute is False:
+            log.warning("plan %r recomputes, to need less memory; it is laid without that, as asked", checked.name)
     if seed is None:  # each network its own, or two of one architecture would draw the same masks
         seed = int(transport.gather_numbers([float((torch.initial_seed() + next(_unseeded)) % 2**52)])[0][0])
     laid = ParallelModule(
@@ -104,7 +107,7 @@ def lay(
         resolved,
         captured.call,
         Laying(checked, names, captured.loss, captured.target),
-        engine=Engine(transport, captured.device, batch_norm == "local", seed, recompute),
+        engine=Engine(transport, captured.device, batch_norm == "local", seed, planned_recompute(checked, recompute)),
         boundary=Boundary(io, transport.world),
         bucket_bytes=bucket_bytes,
         factors=planned_factors(checked, factors),

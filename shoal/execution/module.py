@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
         program = self._caller.prepare(first[True], shares).program
         factors = "never" if resolved[True].laps is not None else factors
         factored = choose_factors(program, homes, self._states.tensors(), factors, transport)
-        self._plan = replace(self._plan, factors=factored)
+        self._plan = replace(self._plan, factors=factored, recompute=engine.recompute)
         self._passes = Passes(self._caller, engine, bucket_bytes, factored)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # that have stepped, in the order of all ranks
         self._before_whole: list[Callable[[ParallelModule], None]] = []

@@ -66,8 +66,12 @@ def cost_model(
     optimizer_state: OptimizerState = "whole",
     bucket_bytes: int | None = None,
     factors: FactorsOption = "auto",
+    recompute: bool | None = None,
 ) -> CostModel:
-    """The cost model of a captured network's training step. Measured speeds are taken as they are for this network."""
+    """The cost model of a captured network's training step. Measured speeds are taken as they are for this network.
+
+    `recompute`: whether activations are computed again; None: a search may choose that, to keep a limit of memory.
+    """
     if isinstance(speeds, Measured):
         seen = speeds.timings.in_step.get(fingerprint(captured.graphs[True]), InStep())
         speeds = replace(speeds, dtype=dtype_name(captured), in_step=seen)
@@ -84,6 +88,7 @@ def cost_model(
         bucket_bytes=bucket_bytes or 1 << 20,
         losses=gives_losses(captured),
         factors=factors,
+        recompute=recompute,
     )
 
 
@@ -105,6 +110,7 @@ def find_plan(
     pins: Mapping[str, str | Cut] | None = None,
     io: IO = "tile",
     factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
+    recompute: bool | None = None,
     optimizer_slots: int = 1,
     optimizer_state: OptimizerState = "whole",
 ) -> SearchResult:
@@ -115,7 +121,8 @@ def find_plan(
     `example`, `loss`, `target`, `factors` and `optimizer_state` are as for `parallelize`; `optimizer_slots`: tensors
     that the optimizer remembers of each parameter, 2 of Adam.
 
-    `memory`: bytes that a rank may hold at most; the device's own unless given.
+    `memory`: bytes that a rank may hold at most; the device's own unless given. `recompute`: whether steps compute
+    activations a second time; None: where that keeps the limit and no plan without it is as quick.
 
     A memory that no plan keeps to, a pin that matches no layer and an unknown cluster are an `InputError`.
     """
@@ -132,6 +139,7 @@ def find_plan(
             io=io,
             batch_norm=batch_norm,
             factors=factors_option(factors),
+            recompute=recompute,
             optimizer_slots=optimizer_slots,
             optimizer_state=optimizer_state,
         )
@@ -231,6 +239,7 @@ def choose_plan(
     racing: bool = True,
     fresh: bool = False,
     factors: FactorsOption = "auto",
+    recompute: bool | None = None,
     optimizer_slots: int = 1,
     optimizer_state: OptimizerState = "whole",
     progress: OnMeasured = lambda *_: None,
@@ -239,14 +248,14 @@ def choose_plan(
 
     `optimizer_slots`: tensors that the optimizer remembers of each parameter, whole or cut as `optimizer_state` says.
     `racing`: run the best few and the fixed strategies for some real steps and keep the fastest; `fresh`: forget what
-    was measured and found before. A pin that matches no layer and a memory that no plan keeps to are a `PlanError` on
-    all ranks.
+    was measured and found before; `recompute`: as for `find_plan`, and plans race as they train. A pin that matches no
+    layer and a memory that no plan keeps to are a `PlanError` on all ranks.
     """
     machine = _machine_key(transport, captured.device)
     key = cache.fingerprint(
         machine, fingerprint(captured.graphs[True]), transport.world, io,
         batch_norm, memory, sorted((k, str(v)) for k, v in (pins or {}).items()), racing, bucket_bytes, factors,
-        optimizer_slots, optimizer_state,
+        optimizer_slots, optimizer_state, *(() if recompute is None and memory is None else (recompute,)),
     )  # fmt: skip
     before = cache.load_choice(key) if transport.rank == 0 and not fresh else None
     before = transport.gather_objects(before)[0]
@@ -261,7 +270,7 @@ def choose_plan(
         return cost_model(
             captured, Measured(timings), transport.world, io=io, batch_norm=batch_norm,
             optimizer_slots=optimizer_slots, optimizer_state=optimizer_state,
-            bucket_bytes=bucket_bytes, factors=factors,
+            bucket_bytes=bucket_bytes, factors=factors, recompute=recompute,
         )  # fmt: skip
 
     def searched(timings: Timings) -> SearchResult:
@@ -323,7 +332,7 @@ def _corrected(
     cluster = timings.cluster
     if transport.rank == 0:
         ran_plans = [entrants[finish.name] for finish in finishes]
-        plans = [(dict(plan.layers), factors_that_ran(plan)) for plan in ran_plans]
+        plans = [(dict(plan.layers), factors_that_ran(plan), plan.recompute) for plan in ran_plans]
         cluster = corrected_cluster(by(timings), plans, [finish.seconds for finish in finishes])
     return replace(timings, cluster=transport.gather_objects(cluster)[0])
 
@@ -336,9 +345,11 @@ def factors_that_ran(plan: Plan | str) -> FactorsOption:
 
 def newcomers(search: SearchResult, raced: Mapping[str, Plan], memory: int | None) -> dict[str, Plan]:
     """Optima of a search after a race that did not run in it, by names of their own."""
-    before = {plan.layers for plan in raced.values()}
+    before = {(plan.layers, plan.recompute) for plan in raced.values()}
     fresh = [
-        plan for name, plan in racers(search, memory).items() if name.startswith(AUTO) and plan.layers not in before
+        plan
+        for name, plan in racers(search, memory).items()
+        if name.startswith(AUTO) and (plan.layers, plan.recompute) not in before
     ]
     named = {f"again-{number}" if number > 1 else "again": plan for number, plan in enumerate(fresh, start=1)}
     return {name: replace(plan, name=name) for name, plan in named.items()}
@@ -354,6 +365,7 @@ def price_from_cache(
     batch_norm: Literal["exact", "local"],
     bucket_bytes: int | None,
     factors: FactorsOption,
+    recompute: bool,
     optimizer_slots: int = 1,
     optimizer_state: OptimizerState = "whole",
 ) -> Price | None:
@@ -375,6 +387,7 @@ def price_from_cache(
             batch_norm=batch_norm,
             bucket_bytes=bucket_bytes,
             factors=factors,
+            recompute=recompute,
             optimizer_slots=optimizer_slots,
             optimizer_state=optimizer_state,
         )
@@ -397,14 +410,15 @@ def racers(search: SearchResult, memory: int | None) -> dict[str, Plan]:
     """Who runs: the best optima of the search, and the fixed strategies that are not hopeless, by name."""
     limit = HOPELESS * search.price.seconds
     chosen: dict[str, Plan] = {}
-    seen: list[Mapping[str, Cut]] = []
+    seen: list[tuple[Mapping[str, Cut], bool]] = []
     for number, candidate in enumerate(search.candidates[:RACED]):
         if memory is None or candidate.peak <= memory:
             name = AUTO if not number else f"{AUTO}-{number + 1}"
             chosen[name] = candidate.plan(name)
-            seen.append(candidate.cuts)
+            seen.append((candidate.cuts, candidate.recompute))
     for candidate in search.fixed:
-        if candidate.seconds <= limit and (memory is None or candidate.peak <= memory) and candidate.cuts not in seen:
+        way, fits = (candidate.cuts, candidate.recompute), memory is None or candidate.peak <= memory
+        if candidate.seconds <= limit and fits and way not in seen:
             chosen[candidate.name] = candidate.plan(candidate.name)
-            seen.append(candidate.cuts)
+            seen.append(way)
     return chosen

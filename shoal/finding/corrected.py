@@ -22,8 +22,8 @@ TRIED = tuple(exp(log(2) * number / 2) for number in range(-8, 9))
 WORTH = 0.02
 """Links are corrected where that brings predictions so much nearer, in the mean, as a part of the step."""
 
-Ran = tuple[Mapping[str, Cut], FactorsOption]
-"""The cuts of a plan, and the layers whose weights' gradients it found from factors."""
+Ran = tuple[Mapping[str, Cut], FactorsOption, bool]
+"""The cuts of a plan, the layers whose weights' gradients it found from factors, and whether it recomputed."""
 Raced = Sequence[tuple[Mapping[str, Cut], FactorsOption, Sequence[Noted]]]
 """Of every plan that ran the same, and what each rank noted."""
 
@@ -84,7 +84,10 @@ def corrected_cluster(model: CostModel, plans: Sequence[Ran], measured: Sequence
     """Links with which these plans' steps come out as measured, as far as links can do that."""
     speeds = model.speeds
     assert isinstance(speeds, Measured)
-    steps = [Durations(tasks_of(replace(model, factors=own), cuts), speeds, model.kernels) for cuts, own in plans]
+    steps = [
+        Durations(tasks_of(replace(model, factors=own), cuts, recompute=recompute), speeds, model.kernels)
+        for cuts, own, recompute in plans
+    ]
 
     def predicted(moves: float, sums: float) -> list[float]:
         cluster = slower_links(speeds.cluster, moves, sums)

@@ -31,7 +31,7 @@ def parallelize(
     batch_norm: Literal["exact", "local"] = "exact",
     seed: int | None = None,
     bucket_bytes: int | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
     factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
     optimizer_state: OptimizerState = "whole",
     group: dist.ProcessGroup | None = None,
@@ -54,7 +54,8 @@ def parallelize(
     seed          of dropout; from rank 0's torch seed unless given. Masks depend on seed, layer and step, not on the
                   plan
     bucket_bytes  of gradient sums; measured on the link unless given
-    recompute     activations are computed a second time in backward, and not kept
+    recompute     whether activations are computed a second time in backward, and not kept; as the plan says unless
+                  given
     factors       whether ranks send each other a linear layer's inputs and output gradients in the place of the sum of
                   its weight's gradient: "auto" where that takes less time, measured here; "always"; "never"; or the
                   names of the layers. Not for a weight that is used twice, nor on top of what `.grad` holds already
@@ -105,6 +106,7 @@ def parallelize(
             batch_norm=batch_norm,
             bucket_bytes=bucket_bytes,
             factors=factors_option(factors),
+            recompute=recompute,
             optimizer_state=optimizer_state,
         ).plan
     return lay(

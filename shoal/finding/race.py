@@ -89,7 +89,7 @@ def time_steps(model: ParallelModule, captured: Captured, transport: Transport, 
     """
     graph = captured.graphs[True]
     device = captured.device
-    args, kwargs = _example(model, captured, graph)
+    args, kwargs = example_of(model, captured, graph)
     parameters = [p for p in model.parameters() if p.numel()]
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9, fused=True) if parameters else None
     steps = into or Steps()
@@ -121,7 +121,7 @@ def time_steps(model: ParallelModule, captured: Captured, transport: Transport, 
     return steps
 
 
-def _example(model: ParallelModule, captured: Captured, graph: LayerGraph) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_of(model: ParallelModule, captured: Captured, graph: LayerGraph) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Random tiles in the form of the call that was captured, and of the loss's targets."""
     names = [name for name in graph.inputs if name not in graph.targets]
     boxes = model.input_box if len(names) > 1 else (model.input_box,)

@@ -13,7 +13,7 @@ from shoal.execution.loss import Loss
 from shoal.finding.auto import cost_model
 from shoal.lowering.boundary import IO
 from shoal.partition import Cut
-from shoal.plan import Plan, factors_option, planned_factors
+from shoal.plan import Plan, factors_option, planned_factors, planned_recompute
 from shoal.planning.factors import check_factors
 from shoal.planning.price import tasks_of
 from shoal.planning.resolve import read_plan, refuse_laps, resolve
@@ -35,6 +35,7 @@ def simulate(
     batch_norm: Literal["exact", "local"] = "exact",
     io: IO = "tile",
     factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
+    recompute: bool | None = None,
     steps: int = 1,
     slow: Mapping[int, float] | None = None,
     jitter: float = 0.0,
@@ -42,8 +43,8 @@ def simulate(
 ) -> Trace:
     """What every rank of a described cluster would do and when, from its data sheet: nothing is measured or started.
 
-    `example`, `loss`, `target` and `factors` are as for `parallelize`; `plan` is a name, a `Plan` or the path of a plan
-    file.
+    `example`, `loss`, `target`, `factors` and `recompute` are as for `parallelize`; `plan` is a name, a `Plan` or the
+    path of a plan file.
     `slow`: speeds of some ranks beside the others', such as {3: 0.5}; `jitter`: the spread of each task's time, as a
     part of it, drawn from `seed`.
 
@@ -57,7 +58,13 @@ def simulate(
     factored = planned_factors(read, factors_option(factors))
     check_factors(factored, *captured.graphs.values())
     priced = cost_model(
-        captured, Analytic(described.first(count)), count, io=io, batch_norm=batch_norm, factors=factored
+        captured,
+        Analytic(described.first(count)),
+        count,
+        io=io,
+        batch_norm=batch_norm,
+        factors=factored,
+        recompute=planned_recompute(read, recompute),
     )
     tasks = tasks_of(priced, cuts_of_plan(read, captured, count))
     name = read.name if isinstance(read, Plan) else read

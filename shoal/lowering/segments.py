@@ -5,6 +5,7 @@ layers save. The cut chosen has the smallest sum of all that is kept and the lar
 2 sqrt(n) segments of about equal bytes whose boundaries lie where little is alive. Integers only.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import isqrt
@@ -19,8 +20,9 @@ def choose_boundaries(made: Sequence[int], alive: Sequence[int]) -> tuple[int, .
         boundaries: list[int] = []
         for piece in range(1, pieces):
             wanted = upto[-1] * piece // pieces
-            near = [i for i in range(1, count) if abs(upto[i] - wanted) * 4 * pieces <= upto[-1]]
-            if near:
+            room = upto[-1] // (4 * pieces)
+            first = max(1, bisect_left(upto, wanted - room))
+            if near := range(first, min(count, bisect_right(upto, wanted + room))):
                 boundaries.append(min(near, key=lambda i: (alive[i], abs(upto[i] - wanted))))
         chosen = tuple(sorted(set(boundaries)))
         largest = max(upto[stop] - upto[start] for start, stop in pairwise((0, *chosen, count)))

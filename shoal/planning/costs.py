@@ -63,6 +63,10 @@ class StageCost:
     memory: Floats
     """Bytes on the rank with the largest part: parameters with their gradients and optimizer state, and what the stage
     keeps for backward."""
+    kept: Floats
+    """What of them the stage keeps for backward."""
+    again: Floats
+    """Seconds of a second forward pass, with the sums within it."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ class PartWork:
     compute: float
     update: float
     memory: float
+    kept: float
+    """Of `memory`, what lives until backward."""
+    again: float
+    """Of `compute`, the forward pass."""
     sums: tuple[tuple[int, int, str], ...]
     """(passes, bytes, the letters that it joins) of every sum within the layer."""
     settled: tuple[int, float, str]
@@ -103,6 +111,8 @@ class Edge:
     """By the choice of the source (where there is one) and of every reader."""
     memory: Floats
     """Bytes of tiles that are not what the rank owns."""
+    passes: int = 1
+    """In so many the value, or its gradient, travels."""
 
     @property
     def variables(self) -> tuple[int, ...]:
@@ -120,13 +130,16 @@ class CostTables:
     forbidden: tuple[Factor, ...]
     """Pairs of choices that cannot be: layers that share a parameter must need the same parts of it."""
 
-    def factors(self, exposed: float) -> list[Factor]:
-        """The sum to be minimised, when this part of the gradients' sums is not hidden behind backward."""
+    def factors(self, exposed: float, *, recompute: bool = False) -> list[Factor]:
+        """The sum to be minimised, when this part of the gradients' sums is not hidden behind backward.
+
+        `recompute`: with all of the forward pass a second time, which is a segment too much.
+        """
         factors = [
-            Factor((index,), cost.compute + cost.sums + cost.update + exposed * cost.gradients)
+            Factor((index,), cost.compute + cost.sums + cost.update + exposed * cost.gradients + recompute * cost.again)
             for index, cost in enumerate(self.costs)
         ]
-        factors += [Factor(edge.variables, edge.seconds) for edge in self.edges]
+        factors += [Factor(edge.variables, edge.seconds * (1 + recompute / edge.passes)) for edge in self.edges]
         return [*factors, *self.forbidden]
 
     def least_factors(self) -> list[Factor]:
@@ -134,14 +147,18 @@ class CostTables:
         factors = [Factor((index,), cost.least) for index, cost in enumerate(self.costs)]
         return [*factors, *self.forbidden]
 
-    def cost(self, choice: Sequence[int], exposed: float) -> float:
+    def cost(self, choice: Sequence[int], exposed: float, *, recompute: bool = False) -> float:
         """The sum of one choice."""
-        return sum(float(factor.costs[tuple(choice[v] for v in factor.variables)]) for factor in self.factors(exposed))
+        factors = self.factors(exposed, recompute=recompute)
+        return sum(float(factor.costs[tuple(choice[v] for v in factor.variables)]) for factor in factors)
 
-    def weights(self) -> list[Factor]:
-        """Bytes per rank, an upper bound: the largest part of every stage, wherever it is."""
-        weights = [Factor((index,), cost.memory) for index, cost in enumerate(self.costs)]
-        return [*weights, *(Factor(edge.variables, edge.memory) for edge in self.edges)]
+    def weights(self, kept: float = 1.0) -> list[Factor]:
+        """Bytes per rank, an upper bound: the largest part of every stage, wherever it is.
+
+        `kept`: the share that recomputing leaves of what lives until backward.
+        """
+        weights = [Factor((index,), cost.memory - (1 - kept) * cost.kept) for index, cost in enumerate(self.costs)]
+        return [*weights, *(Factor(edge.variables, kept * edge.memory) for edge in self.edges)]
 
     def cuts(self, choice: Sequence[int]) -> dict[str, Cut]:
         """The cut of every layer under one choice per stage."""
@@ -179,6 +196,8 @@ class CostModel:
     """Whether the network ends in one loss per sample, which stays where it is computed."""
     factors: FactorsOption = "auto"
     """For which linear layers ranks send each other factors, not sums of gradients."""
+    recompute: bool | None = None
+    """Whether activations are computed a second time in backward; None: where a limit of memory asks for it."""
     assumed: Assumed = field(default_factory=Assumed)
     """Of the tables alone: a plan that is played sends as the engine does."""
     kernels: dict[object, KernelTime] = field(default_factory=dict)
@@ -244,7 +263,7 @@ class CostModel:
         return self._stage_costs[key]
 
     def _choice_costs(self, stage: Stage, flowing: frozenset[str]) -> StageCost:
-        totals = np.zeros((len(stage.choices), 6))
+        totals = np.zeros((len(stage.choices), 8))
         for position, op in enumerate(stage.ops):
             rows, alike = [], self._alike(op, flowing)
             known = self._rows.setdefault(alike, {})
@@ -256,7 +275,9 @@ class CostModel:
             totals += np.array(rows, dtype=np.float64)
         costs = StageCost(*np.ascontiguousarray(totals.T))
         for position in range(1, len(stage.ops)):
-            costs.sums[:] += self._within(stage, position, flowing)
+            moved = self._within(stage, position, flowing)
+            costs.sums[:] += moved
+            costs.again[:] += moved / (1 + (stage.ops[position - 1].layer.name in flowing))
         return costs
 
     def _row(self, op: Op, chosen: Cut, flowing: frozenset[str], alike: object) -> tuple[float, ...]:
@@ -270,6 +291,8 @@ class CostModel:
             part.update,
             part.compute + part.update + self._least_sums(part, chosen),
             part.memory,
+            part.kept,
+            part.again + self._sums_again(part, chosen),
         )
 
     def _part_work(self, op: Op, chosen: Cut, flowing: frozenset[str], alike: object) -> "PartWork":
@@ -306,12 +329,15 @@ class CostModel:
                 layer_sums.append((passes, layer_sum.elements * max(self.itemsize, SUMMED_BYTES), layer_sum.over))
             summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
             settled = float(written * self.itemsize) if summed else 0.0
-        shards = self._shards(op, needs, chosen)
+        shards, kernel = self._shards(op, needs, chosen), self.kernel(op, part, chosen, flowing)
+        kept = self._kept_bytes(op, written, flowing)
         held, stepped = sum(size for size, _ in shards), sum(self._stepped(size, chosen, by) for size, by in shards)
         return PartWork(
-            compute=self.kernel(op, part, chosen, flowing).total + self.speeds.layer_overhead,
+            compute=kernel.total + self.speeds.layer_overhead,
             update=stepped * self.speeds.update_per_byte,
-            memory=held + stepped * (1 + self.optimizer_slots) + self._kept_bytes(op, written, flowing),
+            memory=held + stepped * (1 + self.optimizer_slots) + kept,
+            kept=kept,
+            again=kernel.forward + self.speeds.layer_overhead / 2,
             sums=tuple(layer_sums),
             settled=((1 + flows) * bool(summed), settled, summed),
             shards=tuple(shards),
@@ -391,6 +417,11 @@ class CostModel:
             seconds += passes * self.adding.seconds(size, group.shape, group.sharing, in_layer=True)
         times, partial, summed = part.settled
         return seconds + (times * self._settling(partial, chosen, summed) if times else 0.0)
+
+    def _sums_again(self, part: "PartWork", chosen: Cut) -> float:
+        """The same of one forward pass, taken as a layer's share of both passes."""
+        passes = max((times for times, _, _ in part.sums), default=part.settled[0])
+        return self._sums_of(part, chosen) / max(passes, 1)
 
     def _least_sums(self, part: "PartWork", chosen: Cut) -> float:
         """Seconds of sums within a layer that rank 0 waits for, its group alone on the links."""
@@ -525,7 +556,8 @@ class CostModel:
                 wanted = self.boundary.output(self.graph, output, shares, tiled)
                 need = tile_boxes(shape, cuts, self.ranks) if wanted is tiled else layouts_boxes([wanted] * len(cuts))
                 have = owned_boxes(stage.ops[-1], cuts, self.ranks)
-                edges.append(Edge(output, None, (index,), *self._paired(have, need, 1 + (output in flowing))))
+                passes = 1 + (output in flowing)
+                edges.append(Edge(output, None, (index,), *self._paired(have, need, passes), passes))
         return edges
 
     def _edges_of(
@@ -546,8 +578,12 @@ class CostModel:
             needs = [self._needs(stages[index], argument) for index, argument in places]
             pads = [self._pads(stages[index], argument) for index, argument in places]
             seconds, memory = _shared(priced, needs, pads)
-            return [Edge(value, source, tuple(indices), seconds, memory)]
-        return [Edge(value, source, (index,), seconds, memory) for index, seconds, memory in priced if index != source]
+            return [Edge(value, source, tuple(indices), seconds, memory, passes)]
+        return [
+            Edge(value, source, (index,), seconds, memory, passes)
+            for index, seconds, memory in priced
+            if index != source
+        ]
 
     def _needs(self, stage: Stage, argument: str) -> Boxes:
         return needed_boxes(stage.ops[0], argument, [choice[0] for choice in stage.choices], self.ranks)

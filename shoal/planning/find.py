@@ -2,12 +2,13 @@
 
 The tables are a sum, which elimination minimises exactly. What a sum cannot say is how much of the gradients' sums
 hides behind backward, so the search is run for several shares of it; each optimum, and every fixed strategy, is then
-played through with overlap, and the shortest wins; where its calls were close, the other choice is played too. What
-rank 0 alone computes and waits for bounds every step from below.
+played through with overlap, and the shortest wins; where its calls were close, the other choice is played too. Where
+that needs more memory than there is, plans within the limit are sought, and whether to recompute is a choice too
+(`under_limit.py`). What rank 0 alone computes and waits for bounds every step from below.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf
@@ -21,15 +22,11 @@ from shoal.planning.elimination import minimise
 from shoal.planning.price import Price, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import FEW_RANKS, stages_of
-from shoal.planning.strategies import NAMES
+from shoal.planning.strategies import AUTO, NAMES
+from shoal.planning.under_limit import Candidate, Play, bases, explore
 from shoal.planning.why import Alternative, alternatives, close_calls, explained_by
-from shoal.planning.within_limit import minimise_under
 from shoal.uncollected import uncollected
 
-TABLES_MEMORY = 2.0
-"""The tables' bytes of a plan that just fits, as a multiple of the played ones, are sought up to this."""
-HALVINGS = 7
-"""Tries to find the tables' limit that a limit stands for."""
 FAR_BEHIND = 3.0
 """On many ranks a fixed strategy that takes so many times the best, by the tables, is not played."""
 CLOSE_CALLS, CLOSE_CALLS_OF_MANY = 8, 2
@@ -45,7 +42,8 @@ class SearchResult:
     plan: Plan
     price: Price
     candidates: tuple[Price, ...]
-    """Distinct optima of the search, best first; the first is `price` unless a fixed strategy was better."""
+    """Distinct optima of the search, within a limit where there was one that mattered, best first; the first is `price`
+    unless a fixed strategy was better."""
     fixed: tuple[Price, ...]
     """The fixed strategies, best first."""
     bound: float
@@ -56,6 +54,9 @@ class SearchResult:
     search_seconds: float
     stages: int
     choices: int
+    without: Price | None = None
+    """Where the plan recomputes to keep a limit: the best plan within it that does not; without any, the same cuts,
+    which do not fit."""
     offered: int | None = None
     """Devices that there were to choose from, where the number of ranks was a choice."""
 
@@ -71,118 +72,160 @@ def find(
     """The plan with the shortest predicted step. Pure; the garbage collector rests meanwhile.
 
     `pins`: cuts that the user wants, by pattern of layers' names; `memory`: bytes that a rank may hold at most;
-    `letters`: the dims along which layers may be cut.
+    `letters`: the dims along which layers may be cut. A plan recomputes where the model says so; where it leaves that
+    open, only to keep the limit, and if what keeps it otherwise takes longer. A larger limit never gives a slower plan.
     A pin that fits no layer, and a memory that no plan keeps to, are a `PlanError`.
     """
     pinned = pinned_layers(model.graph, pins or {})
     start = time.perf_counter()
     tables = model.tables(stages_of(model.graph, model.ranks, pinned, letters, model.per_host))
-    built = time.perf_counter()
-    sizes = [len(stage.choices) for stage in tables.stages]
-    bound = minimise(sizes, tables.least_factors()).cost + model.speeds.step_overhead
-    played: dict[tuple[int, ...], Price] = {}
+    search = _Search(model, tables, time.perf_counter() - start, pinned=bool(pinned))
+    found = search.anyhow()
+    return found if memory is None or found.price.peak <= memory else search.within(memory)
 
-    def play(choice: tuple[int, ...]) -> Price:
-        if choice not in played:
-            played[choice] = price(model, complete(tables.cuts(choice), model.graph), "auto")
-        return played[choice]
 
-    shares: dict[tuple[int, ...], float] = {}
-    for exposed in EXPOSED:
-        if memory is None:
-            shares.setdefault(minimise(sizes, tables.factors(exposed)).choice, exposed)
-        else:
-            for choice in _within(tables, sizes, exposed, memory, play):
-                shares.setdefault(choice, exposed)
-    searched = time.perf_counter()
-    for choice in shares:
-        play(choice)
-    fixed = () if pinned else fixed_prices(model, tables, min(found.seconds for found in played.values()))
-    fitting = [found for found in (*played.values(), *fixed) if memory is None or found.peak <= memory]
-    if not fitting:
-        least = min((found.peak for found in (*played.values(), *fixed)), default=None)
-        smallest = "" if least is None else f"The smallest found needs {least:,}. "
-        raise PlanError(
-            f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
-            f"{smallest}Give more memory or more ranks, or recompute.",
+@dataclass
+class _Search:
+    """One search over some tables: what was played, and what it found."""
+
+    model: CostModel
+    tables: CostTables
+    table_seconds: float
+    pinned: bool
+
+    def __post_init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._sizes = [len(stage.choices) for stage in self.tables.stages]
+        self._played: dict[Candidate, Price] = {}
+        self._shares: dict[Candidate, float] = {}
+        self._optima: list[Candidate] = []
+        self._fixed: tuple[Price, ...] = ()
+
+    def _play(self, candidate: Candidate) -> Price:
+        if candidate not in self._played:
+            cuts = complete(self.tables.cuts(candidate.choice), self.model.graph)
+            self._played[candidate] = price(self.model, cuts, AUTO, recompute=candidate.recompute)
+        return self._played[candidate]
+
+    def anyhow(self) -> SearchResult:
+        """The best plan, whatever it holds; it recomputes if that is asked for."""
+        recompute = bool(self.model.recompute)
+        for exposed in EXPOSED:
+            factors = self.tables.factors(exposed, recompute=recompute)
+            self._shares.setdefault(Candidate(recompute, minimise(self._sizes, factors).choice), exposed)
+        self._searched = time.perf_counter()
+        for candidate in self._shares:
+            self._play(candidate)
+        best = min(found.seconds for found in self._played.values())
+        self._fixed = () if self.pinned else fixed_prices(self.model, self.tables, best)
+        best = min(best, *(found.seconds for found in self._fixed)) if self._fixed else best
+        chosen = next((one for one, found in self._played.items() if found.seconds == best), None)
+        if chosen is not None:
+            better = _climbed(self.tables, chosen, self._shares[chosen], self._play)
+            self._shares.setdefault(better, self._shares[chosen])
+            chosen = better
+        self._optima = list(self._shares)
+        for candidate in self._played:  # what was tried on the way
+            self._shares.setdefault(candidate, EXPOSED[0] if chosen is None else self._shares[chosen])
+        return self._result(chosen, min(self._fixed, key=_seconds, default=None), None)
+
+    def within(self, memory: int) -> SearchResult:
+        """The best plan within a limit, after `anyhow`; recomputing is a choice unless the model says whether to."""
+        model = self.model
+        modes = (False, True) if model.recompute is None else (model.recompute,)
+        free = min(self._shares, key=lambda one: self._play(one).seconds)
+        found = bases(self.tables, modes, self._left_by_recomputing(free) if True in modes else 1.0)
+        for candidate, exposed in found.items():
+            self._shares.setdefault(candidate, exposed)
+        self._optima += found
+        self._searched = time.perf_counter()
+        explore(self.tables, self._shares, memory, self._play, modes)
+        if len(modes) > 1:
+            again = (price(model, one.cuts, f"{one.name}, recomputing", recompute=True) for one in self._fixed)
+            self._fixed = (*self._fixed, *again)
+        fitting = [one for one, found in self._played.items() if found.peak <= memory]
+        chosen = min(fitting, key=lambda one: (self._played[one].seconds, one), default=None)
+        fixed = min((found for found in self._fixed if found.peak <= memory), key=_seconds, default=None)
+        if chosen is None and fixed is None:
+            raise self._refused(memory)
+        self._optima += [] if chosen is None else [chosen]
+        return self._result(chosen, fixed, memory)
+
+    def _left_by_recomputing(self, candidate: Candidate) -> float:
+        """The share of what its fullest rank keeps that it keeps when it recomputes."""
+        cuts = self._play(candidate).cuts
+        plain, again = (
+            max(one.kept for one in price(self.model, cuts, AUTO, recompute=recompute).memory)
+            for recompute in (False, True)
         )
-    best = min(fitting, key=lambda found: found.seconds)
-    chosen = next((choice for choice, found in played.items() if found is best), None)
-    if chosen is not None:
-        better = _climbed(tables, chosen, shares[chosen], memory, play)
-        shares.setdefault(better, shares[chosen])
-        chosen, best = better, played[better]
-    optima = [found for choice, found in played.items() if choice in shares]
-    return SearchResult(
-        plan=best.plan(best.name),
-        price=best,
-        candidates=tuple(sorted(optima, key=lambda candidate: candidate.seconds)),
-        fixed=tuple(sorted(fixed, key=lambda candidate: candidate.seconds)),
-        bound=bound,
-        why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, shares[chosen]),
-        table_seconds=built - start,
-        search_seconds=searched - built,
-        stages=len(sizes),
-        choices=sum(sizes),
-    )
+        return min(1.0, again / plain) if plain else 1.0
+
+    def _refused(self, memory: int) -> PlanError:
+        ways = [*self._played.values(), *self._fixed]
+        least = min(ways, key=lambda found: found.peak)
+        again = " and recomputes" if least.recompute else ""
+        remedy = "" if any(found.recompute for found in ways) else ", or recompute"
+        return PlanError(
+            f"no plan on {self.model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
+            f"The smallest found needs {least.peak:,}{again}. Give more memory or more ranks{remedy}.",
+        )
+
+    def _result(self, chosen: Candidate | None, fixed: Price | None, memory: int | None) -> SearchResult:
+        """`chosen` of what the search found, or the best fixed strategy where that takes less."""
+        tables, found = self.tables, None if chosen is None else self._played[chosen]
+        if found is None or (fixed is not None and fixed.seconds < found.seconds):
+            assert fixed is not None
+            chosen, found = None, fixed
+        optima = [self._played[one] for one in dict.fromkeys(self._optima)]
+        bound = minimise(self._sizes, tables.least_factors()).cost + self.model.speeds.step_overhead
+        return SearchResult(
+            plan=found.plan(found.name),
+            price=found,
+            candidates=tuple(sorted((one for one in optima if memory is None or one.peak <= memory), key=_seconds)),
+            fixed=tuple(sorted(self._fixed, key=_seconds)),
+            bound=bound,
+            why=explained_by(tables, found.cuts)
+            if chosen is None
+            else alternatives(tables, chosen.choice, self._shares[chosen], recompute=chosen.recompute),
+            table_seconds=self.table_seconds,
+            search_seconds=self._searched - self._begun,
+            stages=len(self._sizes),
+            choices=sum(self._sizes),
+            without=None if memory is None else self._without(found, memory),
+        )
+
+    def _without(self, found: Price, memory: int) -> Price | None:
+        """What a plan that recomputes by choice is compared with."""
+        if not found.recompute or self.model.recompute is not None:
+            return None
+        plain = [one for one in (*self._played.values(), *self._fixed) if one.peak <= memory and not one.recompute]
+        return min(plain, key=_seconds, default=None) or price(self.model, found.cuts, found.name, recompute=False)
 
 
-def _within(
-    tables: CostTables,
-    sizes: Sequence[int],
-    exposed: float,
-    memory: int,
-    play: Callable[[tuple[int, ...]], Price],
-) -> list[tuple[int, ...]]:
-    """Optima under a limit, the lightest choice of all among them.
-
-    The tables' memory is rougher than the played one, mostly above it. So the tables' limit is sought, by halving,
-    under which the optimum just keeps the limit when it is played.
-    """
-    free = minimise(sizes, tables.factors(exposed)).choice
-    if play(free).peak <= memory:
-        return [free]
-    weights = tables.weights()
-    lightest = minimise(sizes, weights)
-    choices = [lightest.choice]
-    fits, above = lightest.cost, max(TABLES_MEMORY * memory, lightest.cost)
-    for _ in range(HALVINGS if above > fits else 0):
-        limit = (fits + above) / 2
-        choice = minimise_under(sizes, tables.factors(exposed), weights, limit).choice
-        choices.append(choice)
-        if play(choice).peak <= memory:
-            fits = limit
-        else:
-            above = limit
-    return choices
+def _seconds(found: Price) -> float:
+    return found.seconds
 
 
-def _climbed(
-    tables: CostTables,
-    choice: tuple[int, ...],
-    exposed: float,
-    memory: int | None,
-    play: Callable[[tuple[int, ...]], Price],
-) -> tuple[int, ...]:
+def _climbed(tables: CostTables, candidate: Candidate, exposed: float, play: Play) -> Candidate:
     """Hill climbing on the played time: a choice that is not slower than the given one. The same each time.
 
     In every round each close call, as the sum has them from where the round begins, is taken the other way, the closest
     first, and kept where that plays faster. A round that changes nothing is the last.
     """
-    tried = CLOSE_CALLS if play(choice).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
+    tried, recompute = CLOSE_CALLS if play(candidate).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY, candidate.recompute
+    choice = candidate.choice
     for _ in range(ROUNDS):
         begun = choice
-        calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
+        calls = sorted(close_calls(tables, choice, exposed, recompute=recompute), key=lambda call: call[2])
         for stage, other, _ in calls[:tried]:
             changed = (*choice[:stage], other, *choice[stage + 1 :])
             if tables.cost(changed, exposed) == inf:
                 continue
-            found = play(changed)
-            if found.seconds < play(choice).seconds and (memory is None or found.peak <= memory):
+            if play(Candidate(recompute, changed)).seconds < play(Candidate(recompute, choice)).seconds:
                 choice = changed
         if choice == begun:
             break
-    return choice
+    return Candidate(recompute, choice)
 
 
 def fixed_prices(model: CostModel, tables: CostTables, best: float) -> tuple[Price, ...]:

@@ -71,6 +71,8 @@ class Price:
     """Sent by all ranks."""
     factors: tuple[str, ...] = ()
     """Layers for whose gradients ranks send each other factors."""
+    recompute: bool = False
+    """Whether activations are computed a second time in backward, and not kept."""
     trace: Trace | None = field(default=None, repr=False, compare=False)
     """What every rank does when, where that was asked for."""
 
@@ -81,12 +83,23 @@ class Price:
 
     def plan(self, name: str) -> Plan:
         """What was priced, to be laid."""
-        return Plan(name=name, ranks=self.ranks, layers=tuple(self.cuts.items()), factors=self.factors)
+        return Plan(
+            name=name,
+            ranks=self.ranks,
+            layers=tuple(self.cuts.items()),
+            factors=self.factors,
+            recompute=self.recompute,
+        )
 
 
-def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, trace: bool = False) -> Price:
-    """Play a plan through; `trace`: keep what was played. A cut that does not fit is a `PlanError`."""
-    tasks = tasks_of(model, cuts)
+def price(
+    model: CostModel, cuts: Mapping[str, Cut], name: str, *, recompute: bool | None = None, trace: bool = False
+) -> Price:
+    """Play a plan through. A cut that does not fit is a `PlanError`.
+
+    `recompute`: whether activations are computed again, as the model says unless given; `trace`: keep what was played.
+    """
+    tasks = tasks_of(model, cuts, recompute=recompute)
     durations = Durations(tasks, model.speeds, model.kernels, model.adding)
     played = play(durations)
     rows = _rows(model, cuts, tasks, durations)
@@ -107,12 +120,13 @@ def price(model: CostModel, cuts: Mapping[str, Cut], name: str, *, trace: bool =
         memory=_memory(model, tasks, played),
         bytes=sum(sent_bytes(tasks.tasks, durations)),
         factors=tuple(tasks.users[weight] for weight in reversed(tasks.trainable) if weight in tasks.options.factors),
+        recompute=tasks.options.recompute,
         trace=trace_of(played, f"plan {name}") if trace else None,
     )
 
 
-def tasks_of(model: CostModel, cuts: Mapping[str, Cut]) -> Tasks:
-    """One step of a model's network under these cuts."""
+def tasks_of(model: CostModel, cuts: Mapping[str, Cut], *, recompute: bool | None = None) -> Tasks:
+    """One step of a model's network under these cuts; `recompute`: as `price` has it."""
     graph = model.graph
     shares = even_shares(graph.batch, model.ranks)
     program = step_program(graph, cuts, model.boundary, shares, losses=model.losses)
@@ -124,6 +138,7 @@ def tasks_of(model: CostModel, cuts: Mapping[str, Cut]) -> Tasks:
         _item_sizes(graph, model.itemsize),
         model.bucket_bytes,
         model.local_statistics,
+        recompute=bool(model.recompute) if recompute is None else recompute,
         factors=frozenset(factors),
         optimizer_state=model.optimizer_state,
     )
@@ -189,7 +204,12 @@ def _memory(model: CostModel, tasks: Tasks, played: Played) -> tuple[Memory, ...
     few = tasks.ranks <= FEW_RANKS
     ranks = range(tasks.ranks) if few else played.first_ranks.tolist()
     held = step_memories(
-        tasks.program, ranks, tasks.options.itemsize, optimizer_slots=model.optimizer_slots, homes=tasks.homes
+        tasks.program,
+        ranks,
+        tasks.options.itemsize,
+        optimizer_slots=model.optimizer_slots,
+        homes=tasks.homes,
+        recompute=tasks.options.recompute,
     )
     return tuple(held) if few else tuple(held[number] for number in played.classes)
 

@@ -7,7 +7,8 @@
                  that kernels make of its tensors in a layout of their own
     libraries    compiled kernels and the like, a constant
 
-It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
+A step that recomputes keeps other things at other moments: `recomputed_memory.py`, whose fullest moment then is what is
+kept and at work. It does not see the allocator's rests. `benchmarks/memory` holds it against measured peaks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from shoal.lowering.program import Compute, Fetch, Program
 from shoal.moves import Layout
 from shoal.operators.registry import facts_of
 from shoal.partition import volume
+from shoal.planning.recomputed_memory import fullest_moment
 
 LIBRARIES = 32 << 20
 CHANNELS_TOGETHER = 16
@@ -80,12 +82,13 @@ def step_memories(
     *,
     optimizer_slots: int = 1,
     homes: Mapping[str, Layout] | None = None,
+    recompute: bool = False,
 ) -> list[Memory]:
     """What each of these ranks holds at the peak of a step under a program. `homes`: what they keep of states."""
     ranks = tuple(ranks)
     parameters = _of_states(program, ranks, itemsize, optimizer_slots, homes or program.states)
-    passes = _of_pass(program, ranks, itemsize)
-    return [Memory(own, *of_pass) for own, of_pass in zip(parameters, passes, strict=True)]
+    kept, working = (_recomputed if recompute else _kept)(program, ranks, itemsize)
+    return [Memory(*sizes) for sizes in zip(parameters, kept, working, strict=True)]
 
 
 def lapped_memories(
@@ -134,6 +137,26 @@ def _of_features(program: Program, features: Sequence[str], rank: int, itemsize:
 
 def _of_pass(program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]) -> list[tuple[int, int]]:
     """Of each rank (what is kept for backward, the largest layer's working memory)."""
+    return list(zip(*_kept(program, ranks, itemsize), strict=True))
+
+
+def _recomputed(
+    program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each rank what it holds and handles at the fullest moment of a step that recomputes."""
+    graph = program.graph
+    fullest = fullest_moment(
+        program,
+        ranks,
+        itemsize,
+        handled=lambda placed: _handled(placed, ranks, graph, itemsize),
+        is_view=lambda placed: stands_for_input(placed.layer, graph),
+    )
+    return fullest.kept.tolist(), fullest.working.tolist()
+
+
+def _kept(program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each rank what it keeps from forward to backward, and what the largest layer handles."""
     graph = program.graph
     computes = [instruction for instruction in program.instructions if isinstance(instruction, Compute)]
     wanted = kept_values(graph)
@@ -166,7 +189,7 @@ def _of_pass(program: Program, ranks: Sequence[int], itemsize: Mapping[str, int]
         for index, rank in enumerate(ranks):
             tile = fetch.tiles[rank]
             kept[index] += 0 if tile is None else prod(tile.shape) * itemsize[fetch.value]
-    return list(zip(kept, working, strict=True))
+    return kept, working
 
 
 def _of_states(

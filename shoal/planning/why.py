@@ -40,21 +40,31 @@ def explained_by(tables: CostTables, cuts: Mapping[str, Cut]) -> dict[str, Alter
 
 
 def alternatives(
-    tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
+    tables: CostTables,
+    choice: Sequence[int],
+    exposed: float,
+    hidden: Collection[int] = (),
+    *,
+    recompute: bool = False,
 ) -> dict[str, Alternative | None]:
     """The next best choice of every stage; None for those that have one choice, and for the hidden ones."""
     by_stage: dict[str, Alternative | None] = {stage.name: None for stage in tables.stages}
-    for index, other, extra in close_calls(tables, choice, exposed, hidden):
+    for index, other, extra in close_calls(tables, choice, exposed, hidden, recompute=recompute):
         stage = tables.stages[index]
         by_stage[stage.name] = Alternative(stage.choices[other][0], extra)
     return by_stage
 
 
 def close_calls(
-    tables: CostTables, choice: Sequence[int], exposed: float, hidden: Collection[int] = ()
+    tables: CostTables,
+    choice: Sequence[int],
+    exposed: float,
+    hidden: Collection[int] = (),
+    *,
+    recompute: bool = False,
 ) -> Iterator[tuple[int, int, float]]:
     """(stage, its next best choice, what that would add) for every stage that has another and is not hidden."""
-    factors = tables.factors(exposed)
+    factors = tables.factors(exposed, recompute=recompute)
     for index, stage in enumerate(tables.stages):
         if index in hidden or len(stage.choices) < 2:
             continue

@@ -22,6 +22,8 @@ from shoal.data.batch_part import Batch
 from shoal.errors import ConfigError, ModelError
 from shoal.launching import tell_stage
 from shoal.machine import threads_each
+from shoal.plan import planned_recompute
+from shoal.planning.resolve import read_plan
 from shoal.training import initial
 from shoal.training.average import WeightAverage
 from shoal.training.device import choose_device
@@ -31,6 +33,8 @@ from shoal.training.numbering import Numbering
 from shoal.training.own_objects import NO_OBJECTS, PREFIX, OwnObjects, other_weights
 from shoal.transport import Transport
 from shoal.transport.agreement import agree
+
+ONE_KEEPS_ALL = "one worker trains the network as it is and keeps all activations: recomputing is for several workers."
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ def prepare(
     told = tuple(initial.told(model, config)) if fresh else ()
     criterion = _criterion(config, own, device)
     network = on_one_device(model, config.plan, criterion, transport)
+    if transport.world == 1 and fresh and planned_recompute(read_plan(config.plan), config.recompute):
+        told = (*told, ONE_KEEPS_ALL)
     if transport.world > 1:
         from shoal.training.laid import Shapes, lay_over_ranks  # one worker need not wait for it to load
 
@@ -140,10 +146,12 @@ def prepare(
         else:
             network = lay_over_ranks(model, config, transport, shapes, criterion, build, planning_progress)
             # Buckets decide in which order more than two ranks add up; noted, so that the run can be repeated.
-            # So do factors in the place of sums.
+            # So do factors in the place of sums; and a plan that recomputes sends more.
             noted: dict[str, object] = {"bucket_bytes": network.module.bucket_bytes}
             if network.module.plan.factors:
                 noted["factors"] = ",".join(network.module.plan.factors)
+            if network.module.plan.recompute:
+                noted["recompute"] = True
             config = config.model_copy(update=noted)
     parts = {size: part for size in loader.order.sizes if (part := network.training_part(size)) is not None}
     loader = Loader(loader.data, loader.order, loader.augment, parts or None)

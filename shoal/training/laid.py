@@ -228,6 +228,7 @@ def lay_over_ranks(
             bucket_bytes=config.bucket_bytes,
             racing=config.race,
             factors=factors_option(config.factors),
+            recompute=config.recompute,
             optimizer_slots=config.optimizer_slots,
             optimizer_state=config.optimizer_state,
             progress=planning_progress,
@@ -264,6 +265,7 @@ def lay_over_ranks(
             batch_norm=config.batch_norm,
             bucket_bytes=module.bucket_bytes,
             factors=module.plan.factors or "never",
+            recompute=module.plan.recompute,
             optimizer_slots=config.optimizer_slots,
             optimizer_state=config.optimizer_state,
         )

@@ -56,7 +56,7 @@ class _Settings:
     dtype: torch.dtype
     seed: int
     batch_norm: Literal["exact", "local"]
-    recompute: bool
+    recompute: bool | None
     factors: FactorsOption
     name: str
     progress: OnProgress
@@ -75,7 +75,7 @@ def verify(
     seed: int = 0,
     workers: int | None = None,
     batch_norm: Literal["exact", "local"] = "exact",
-    recompute: bool = False,
+    recompute: bool | None = None,
     factors: Literal["auto", "always", "never"] | Sequence[str] = "auto",
     name: str | None = None,
     threads: int = 1,

@@ -1,6 +1,7 @@
 """`shoal plan`, `show`, `diff` and `shoal profile` as people call them."""
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -49,6 +50,24 @@ def test_fixed_strategies_stand_beside_it(shoal: Shoal) -> None:
     assert "conv1 + relu" in run.stdout
     assert "next best" in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 120
+
+
+def test_under_a_limit_a_plan_may_recompute_and_says_what_that_costs_and_saves(shoal: Shoal, tmp_path: Path) -> None:
+    unet = ["--model", "unet", "--model-options", "width=8,depth=2", "--input", "3,64,64", "--classes", "2"]
+    given = ["plan", *unet, "--batch", "8", "--cluster", "titan-4", "--workers", "2"]
+    run = shoal(*given, "--memory", "8KiB")
+    (smallest,) = re.findall(r"smallest found needs ([\d,]+) and recomputes\. Give more memory", run.stderr)
+    limit = smallest.replace(",", "")
+    run = shoal(*given, "--memory", limit, "--out", "again.json")
+    assert run.returncode == 0, run.stderr
+    text = " ".join(run.stdout.split())
+    assert "recomputes activations are computed a second time in backward: +" in text
+    assert "beside the same cuts without, which do not fit" in text
+    assert "data, recomputing" in text
+    assert Plan.load(tmp_path / "again.json").recompute
+    run = shoal("plan", "show", "again.json")
+    assert "Activations are computed a second time in backward." in run.stdout
+    assert "or recompute" in refused(shoal, *given, "--memory", limit, "--no-recompute")
 
 
 @pytest.mark.timeout(300)

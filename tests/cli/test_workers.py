@@ -117,6 +117,36 @@ def test_stopped_and_resumed_equals_never_stopped(shoal: Shoal, tiny: str, tmp_p
     assert sent["predicted"] == sent["counted"] != result_of(tmp_path / "whole")["bytes_per_step"]["counted"]
 
 
+def test_a_plan_that_recomputes_does_so_untold_and_a_run_goes_on_with_it(
+    shoal: Shoal, tiny: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(WITHOUT_DROPOUT)
+    layers = {"schema": "shoal.plan/1", "name": "again", "ranks": 2, "layers": {"*": "n2", "0": "h2", "1": "h2"}}
+    (tmp_path / "again.json").write_text(json.dumps({**layers, "recompute": True}))
+    settings = ["train", "--data", tiny, *NET, "--workers", "2", "--plan", "again.json"]
+    ways: dict[str, list[str]] = {"again": [], "told": ["--recompute"], "kept": ["--no-recompute"]}
+    for out, flags in ways.items():
+        run = shoal(*settings, "--epochs", "2", *flags, "--out", out)
+        assert run.returncode == 0, run.stderr
+        assert ("it is laid without that, as asked" in run.stdout + run.stderr) == (out == "kept")
+    again, told, kept = (result_of(tmp_path / out) for out in ("again", "told", "kept"))
+    assert again["plan_in_words"].endswith("activations are recomputed")
+    assert "recomputed" not in kept["plan_in_words"]
+    assert again["bytes_per_step"] == told["bytes_per_step"]
+    assert again["bytes_per_step"]["predicted"] == again["bytes_per_step"]["counted"]
+    assert again["bytes_per_step"]["counted"] > kept["bytes_per_step"]["counted"], "halos travel again"
+    assert "recompute: true" in (tmp_path / "again" / "config.yaml").read_text(), "what was really used"
+    assert json.loads((tmp_path / "again" / "plan.json").read_text())["recompute"] is True
+    assert_near(weights(tmp_path / "again"), weights(tmp_path / "kept"))
+
+    run = shoal("train", "--resume", "again", "--epochs", "3")
+    assert run.returncode == 0, run.stderr
+    assert result_of(tmp_path / "again")["bytes_per_step"] == told["bytes_per_step"]
+    run = shoal("train", "--resume", "told", "--epochs", "3", "--no-recompute")
+    assert run.returncode == 0, run.stderr
+    assert result_of(tmp_path / "told")["bytes_per_step"] == kept["bytes_per_step"]
+
+
 def test_ranks_read_windows_of_large_images(shoal: Shoal, tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (15, 32, 32), dtype=np.uint8)
     np.savez(tmp_path / "cells.npz", x=x, y=(x > 128).astype(np.uint8))

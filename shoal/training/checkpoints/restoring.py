@@ -68,8 +68,8 @@ def _restored(checkpoint: Checkpoint, state: Mapping[str, Any], job: Job) -> tup
     progress = Progress.from_dict(
         state["progress"], step_seconds(checkpoint), rank=network.rank, ranks=network.ranks, device=job.device
     )
-    same = all(getattr(before, name) == getattr(job.config, name) for name in (*PLACES_OF_PARTS, "recompute"))
-    if not same:
+    same = all(getattr(before, name) == getattr(job.config, name) for name in PLACES_OF_PARTS)
+    if not same or bool(before.recompute) != bool(job.config.recompute):  # both as the network was laid
         progress.sent_bytes = progress.sent_steps = 0
     if before.exchange_settings() is not None:
         _recount(progress, done.counted, Numbering.of(before, job.loader.order.samples), job)
