@@ -18,7 +18,7 @@ from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
 from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.price import Price, price
+from shoal.planning.price import PlayedPlan, Price, play_plan, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import FEW_RANKS, stages_of
 from shoal.planning.strategies import NAMES
@@ -80,11 +80,14 @@ def find(
     built = time.perf_counter()
     sizes = [len(stage.choices) for stage in tables.stages]
     bound = minimise(sizes, tables.least_factors()).cost + model.speeds.step_overhead
-    played: dict[tuple[int, ...], Price] = {}
+    played: dict[tuple[int, ...], PlayedPlan] = {}
 
-    def play(choice: tuple[int, ...]) -> Price:
+    def anew(choice: tuple[int, ...]) -> PlayedPlan:
+        return play_plan(model, complete(tables.cuts(choice), model.graph))
+
+    def play(choice: tuple[int, ...]) -> PlayedPlan:
         if choice not in played:
-            played[choice] = price(model, complete(tables.cuts(choice), model.graph), "auto")
+            played[choice] = anew(choice)
         return played[choice]
 
     shares: dict[tuple[int, ...], float] = {}
@@ -98,9 +101,10 @@ def find(
     for choice in shares:
         play(choice)
     fixed = () if pinned else fixed_prices(model, tables, min(found.seconds for found in played.values()))
-    fitting = [found for found in (*played.values(), *fixed) if memory is None or found.peak <= memory]
+    every: list[PlayedPlan | Price] = [*played.values(), *fixed]
+    fitting = [found for found in every if memory is None or found.peak <= memory]
     if not fitting:
-        least = min((found.peak for found in (*played.values(), *fixed)), default=None)
+        least = min((found.peak for found in every), default=None)
         smallest = "" if least is None else f"The smallest found needs {least:,}. "
         raise PlanError(
             f"no plan on {model.ranks} ranks was found that needs at most {memory:,} bytes on each.",
@@ -109,14 +113,17 @@ def find(
     best = min(fitting, key=lambda found: found.seconds)
     chosen = next((choice for choice, found in played.items() if found is best), None)
     if chosen is not None:
-        better = _climbed(tables, chosen, shares[chosen], memory, play)
+        better, climbed = _climbed(tables, (chosen, played[chosen]), shares[chosen], memory, anew)
         shares.setdefault(better, shares[chosen])
-        chosen, best = better, played[better]
-    optima = [found for choice, found in played.items() if choice in shares]
+        chosen, played[better] = better, climbed
+    optima = {choice: found.price("auto") for choice, found in played.items() if choice in shares}
+    if chosen is not None:
+        best = optima[chosen]
+    assert isinstance(best, Price)
     return SearchResult(
         plan=best.plan(best.name),
         price=best,
-        candidates=tuple(sorted(optima, key=lambda candidate: candidate.seconds)),
+        candidates=tuple(sorted(optima.values(), key=lambda candidate: candidate.seconds)),
         fixed=tuple(sorted(fixed, key=lambda candidate: candidate.seconds)),
         bound=bound,
         why=explained_by(tables, best.cuts) if chosen is None else alternatives(tables, chosen, shares[chosen]),
@@ -132,7 +139,7 @@ def _within(
     sizes: Sequence[int],
     exposed: float,
     memory: int,
-    play: Callable[[tuple[int, ...]], Price],
+    play: Callable[[tuple[int, ...]], PlayedPlan],
 ) -> list[tuple[int, ...]]:
     """Optima under a limit, the lightest choice of all among them.
 
@@ -159,30 +166,34 @@ def _within(
 
 def _climbed(
     tables: CostTables,
-    choice: tuple[int, ...],
+    start: tuple[tuple[int, ...], PlayedPlan],
     exposed: float,
     memory: int | None,
-    play: Callable[[tuple[int, ...]], Price],
-) -> tuple[int, ...]:
-    """Hill climbing on the played time: a choice that is not slower than the given one. The same each time.
+    play: Callable[[tuple[int, ...]], PlayedPlan],
+) -> tuple[tuple[int, ...], PlayedPlan]:
+    """Hill climbing on the played time: a choice that is not slower than the given one, played. The same each time.
 
     In every round each close call, as the sum has them from where the round begins, is taken the other way, the closest
-    first, and kept where that plays faster. A round that changes nothing is the last.
+    first, and kept where that plays faster. A round that changes nothing is the last. What was slower once stays so,
+    and is forgotten but for that: a plan of many ranks holds much.
     """
-    tried = CLOSE_CALLS if play(choice).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
+    choice, best = start
+    tried = {choice}
+    calls_tried = CLOSE_CALLS if best.model.ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
     for _ in range(ROUNDS):
         begun = choice
         calls = sorted(close_calls(tables, choice, exposed), key=lambda call: call[2])
-        for stage, other, _ in calls[:tried]:
+        for stage, other, _ in calls[:calls_tried]:
             changed = (*choice[:stage], other, *choice[stage + 1 :])
-            if tables.cost(changed, exposed) == inf:
+            if changed in tried or tables.cost(changed, exposed) == inf:
                 continue
+            tried.add(changed)
             found = play(changed)
-            if found.seconds < play(choice).seconds and (memory is None or found.peak <= memory):
-                choice = changed
+            if found.seconds < best.seconds and (memory is None or found.peak <= memory):
+                choice, best = changed, found
         if choice == begun:
             break
-    return choice
+    return choice, best
 
 
 def fixed_prices(model: CostModel, tables: CostTables, best: float) -> tuple[Price, ...]:
