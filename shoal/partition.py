@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import Self
+from typing import NamedTuple, Self
 
 from shoal.errors import PlanError
 
@@ -20,9 +20,11 @@ DIMS = "nckdhw"
 _TERM = re.compile(r"([a-z])(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows `start` up to, not including, `stop`. Empty spans are allowed and are false."""
+class Span(NamedTuple):
+    """Rows `start` up to, not including, `stop`. Empty spans are allowed and are false.
+
+    A tuple, since a search compares and hashes millions; its length is that of the rows, not 2.
+    """
 
     start: int
     stop: int
@@ -56,7 +58,10 @@ def volume(box: Box) -> int:
     """Elements in a box; a box without dims is a scalar's and has one."""
     elements = 1
     for span in box:  # asked millions of times by a search: no call per span
-        elements *= max(span.stop - span.start, 0)
+        rows = span.stop - span.start
+        if rows <= 0:
+            return 0
+        elements *= rows
     return elements
 
 

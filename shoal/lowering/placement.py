@@ -14,7 +14,7 @@ from shoal.errors import PlanError
 from shoal.graph import Layer, LayerGraph, State, Value
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Facts, Need, Op, Part, Rule
-from shoal.operators.registry import WHOLE, facts_of, rule_for
+from shoal.operators.registry import WHOLE, axes_of, facts_of, rule_for
 from shoal.partition import Box, Cut, Span, cut, whole
 
 PLACES_KEPT = 4
@@ -171,7 +171,7 @@ def _place(op: Op, wanted: Cut, ranks: int, *, everywhere: bool) -> Placed:
     rule = rule_for(op)
     if everywhere or rule is WHOLE:
         return Placed(op, WHOLE, Cut(), ({},) * ranks, copies=True)
-    axes = rule.axes(op)
+    axes = axes_of(op)
     check_fits(op, wanted, axes, ranks)
     parts, alike = _parts_of_kind(signature(op), axes, wanted, ranks)
     return Placed(op, rule, wanted, parts, copies=False, alike=alike)

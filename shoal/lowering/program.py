@@ -38,17 +38,14 @@ class Fetch:
     have: Layout
     """For every rank what it owns of the value."""
     tiles: tuple[Need | None, ...]
+    boxes: Layout
+    """The tiles without their padding."""
     copies: bool
     """Whether ranks that own anything of the value own all of it."""
     reader: str
     """The layer that reads the tiles first, for people."""
     identity: bool
     """Whether every rank's tile is exactly what it owns, so that nothing has to be done."""
-
-    @cached_property
-    def boxes(self) -> Layout:
-        """The tiles without their padding."""
-        return tuple(None if tile is None else tile.box for tile in self.tiles)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -308,7 +305,7 @@ def compile_program(
         layer_placed = place(op_of(layer, graph), cuts[layer.name], ranks, everywhere=layer.name not in sees_batch)
         compiler.add(layer_placed)
         placed.append(layer_placed)
-    last = tuple(compiler.fetch(name, _tiles(outputs[name]), "output") for name in graph.outputs)
+    last = tuple(compiler.fetch(name, _tiles(outputs[name]), outputs[name], "output") for name in graph.outputs)
     return Program(
         graph=graph,
         ranks=ranks,
@@ -335,7 +332,8 @@ class _Compiler:
             if isinstance(reference, Value):
                 tiles = placed.tiles(argument)
                 if any(tile is not None for tile in tiles):
-                    sources[argument] = self.fetch(reference.name, tiles, placed.layer.name).key
+                    fetch = self.fetch(reference.name, tiles, placed.reads(argument), placed.layer.name)
+                    sources[argument] = fetch.key
         self.instructions.append(Compute(placed, sources))
         name = placed.layer.name
         self.layouts[name] = placed.owns
@@ -344,23 +342,22 @@ class _Compiler:
         if placed.partial:
             self.instructions.append(Settle(len(self.instructions), name, placed.writes, placed.owns))
 
-    def fetch(self, value: str, tiles: tuple[Need | None, ...], reader: str) -> Fetch:
+    def fetch(self, value: str, tiles: tuple[Need | None, ...], boxes: Layout, reader: str) -> Fetch:
         """The instruction that brings `value` to `tiles`; one that several readers share is added once.
 
-        `tiles`: with padding only where there is some.
+        `tiles`: with padding only where there is some; `boxes`: without any.
         """
         known = self.known.setdefault(value, [])
         for fetch in known:  # few, which differ early: to hash the tiles of many ranks takes longer
             if fetch.tiles == tiles:
                 return fetch
         have = self.layouts[value]
-        boxes = tuple(None if tile is None else tile.box for tile in tiles)
         identity = not any(tile is not None and tile.pad for tile in tiles) and (
             boxes == have
             if value not in self.copies
             else all(box is None or box == held for box, held in zip(boxes, have, strict=True))
         )
-        fetch = Fetch(len(self.instructions), value, have, tiles, value in self.copies, reader, identity)
+        fetch = Fetch(len(self.instructions), value, have, tiles, boxes, value in self.copies, reader, identity)
         known.append(fetch)
         self.instructions.append(fetch)
         return fetch

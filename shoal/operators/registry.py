@@ -7,7 +7,8 @@ import torch
 
 from shoal.graph import LayerGraph
 from shoal.operators import elementwise, losses, norms, products, views, windows
-from shoal.operators.base import Axis, Facts, Op, Operator, Rule, Whole
+from shoal.operators.base import Axis, Facts, Need, Op, Operator, Part, Rule, Whole
+from shoal.partition import volume
 
 _ELEMENTWISE = """
     ceil eq floor ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt masked_fill ne neg
@@ -149,6 +150,17 @@ def axes_of(op: Op) -> tuple[Axis, ...]:
         op.worked_out["axes"] = rule_for(op).axes(op)
     axes: tuple[Axis, ...] = op.worked_out["axes"]
     return axes
+
+
+def answers(op: Op, rule: Rule, part: Part) -> tuple[Mapping[str, Need], int]:
+    """What a part reads, and how many elements it writes.
+
+    A layer remembers what it last answered, about this very part: a search asks for its costs, then for its time.
+    """
+    last: tuple[Part, Rule, Mapping[str, Need], int] | None = op.worked_out.get("answers")
+    if last is None or last[0] is not part or last[1] is not rule:
+        last = op.worked_out["answers"] = part, rule, rule.needs(op, part), volume(rule.writes(op, part))
+    return last[2], last[3]
 
 
 def _rule_for(op: Op) -> Rule:

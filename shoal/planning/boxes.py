@@ -7,6 +7,7 @@ million. A rule that is not separable is asked part by part.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -16,7 +17,7 @@ from shoal.lowering.boundary import tile_cut, tile_letters
 from shoal.lowering.placement import place
 from shoal.moves import Layout
 from shoal.operators.base import Axis, Op, Part
-from shoal.operators.registry import WHOLE, rule_for
+from shoal.operators.registry import WHOLE, axes_of, rule_for
 from shoal.partition import Box, Cut, Span, cut, volume, whole
 
 Ints = NDArray[np.int64]
@@ -50,7 +51,7 @@ def owned_boxes(op: Op, cuts: Sequence[Cut], ranks: int) -> Boxes:
     rule = rule_for(op)
     if rule is WHOLE:
         return _everywhere(op.out, len(cuts), ranks)
-    summed = {axis.letter for axis in rule.axes(op) if axis.summed}
+    summed = {axis.letter for axis in axes_of(op) if axis.summed}
     plain = [not any(letter in summed for letter, _ in candidate.degrees) for candidate in cuts]
     if all(plain):
         return _boxes(op, cuts, ranks, lambda part: rule.writes(op, part))
@@ -128,14 +129,12 @@ def _everywhere(shape: Sequence[int], count: int, ranks: int) -> Boxes:
 
 
 def _boxes(op: Op, cuts: Sequence[Cut], ranks: int, ask: Callable[[Part], Box | None]) -> Boxes:
-    axes = {axis.letter: axis for axis in rule_for(op).axes(op)}
+    axes = {axis.letter: axis for axis in axes_of(op)}
     whole: dict[str, Span] = {letter: Span(0, axis.size) for letter, axis in axes.items()}
     base = ask(whole)
-    letters = sorted({letter for candidate in cuts for letter, _ in candidate.degrees})
     single = {
         (letter, degree): [ask({**whole, letter: span}) for span in _spans(axes[letter], degree)]
-        for letter in letters
-        for degree in sorted({candidate.degree(letter) for candidate in cuts} - {1})
+        for letter, degree in sorted({own for candidate in cuts for own in candidate.degrees})
     }
     governs = _governing(base, single)
     if base is None or governs is None or not _agrees(ask, axes, cuts, single, base, governs):
@@ -208,18 +207,20 @@ def _composed(
 
 def _degrees_and_strides(cuts: Sequence[Cut], letter: str) -> tuple[Ints, Ints]:
     """For every cut its parts along a letter, and how far apart in ranks two that follow each other are."""
-    found = []
-    for candidate in cuts:
-        own = (1, 1)
-        if letter:
-            stride = candidate.parts
-            for other, degree in candidate.degrees:
-                stride //= degree
-                if other == letter:
-                    own = degree, stride
-                    break
-        found.append(own)
-    degrees, strides = np.array(found, dtype=np.int64).T
+    return _places(tuple([candidate.degrees for candidate in cuts]), letter)
+
+
+@lru_cache(maxsize=64)
+def _places(cuts: tuple[tuple[tuple[str, int], ...], ...], letter: str) -> tuple[Ints, Ints]:
+    """The same of cuts' degrees: the values that meet at a stage ask alike one after the other."""
+    degrees, strides = np.ones((2, len(cuts)), dtype=np.int64)
+    for number, own in enumerate(cuts):
+        stride = 1
+        for other, degree in reversed(own):
+            if other == letter:
+                degrees[number], strides[number] = degree, stride
+                break
+            stride *= degree
     return degrees, strides
 
 
@@ -279,7 +280,7 @@ def tile_boxes(shape: Sequence[int], cuts: Sequence[Cut], ranks: int, *, channel
     single = {
         (letter, degree): [(*box[:dim], span, *box[dim + 1 :]) for span in cut(shape[dim], degree)]
         for dim, letter in governs.items()
-        for degree in sorted({candidate.degree(letter) for candidate in fitted} - {1})
+        for degree in sorted({own for candidate in fitted for other, own in candidate.degrees if other == letter})
     }
     return _composed(fitted, ranks, single, box, governs)
 

@@ -30,7 +30,7 @@ from shoal.lowering.owners import LEAST_ELEMENTS, OptimizerState
 from shoal.lowering.placement import signature
 from shoal.lowering.step_traffic import SUMMED_BYTES
 from shoal.operators.base import Need, Op, Part
-from shoal.operators.registry import WHOLE, axes_of, facts_of, learning, rule_for
+from shoal.operators.registry import WHOLE, answers, axes_of, facts_of, learning, rule_for
 from shoal.partition import Cut, Span, cut, volume
 from shoal.plan import FactorsOption
 from shoal.planning.assumed import Assumed, one_by_one_seconds, paired_one_by_one_seconds, server_seconds
@@ -42,7 +42,7 @@ from shoal.planning.step_memory import kept_values
 from shoal.planning.transfers import Floats, paired_seconds, transfer_seconds
 from shoal.simulating.collectives import Shape, Sums, gather_phases, is_card, phase_seconds, unit_size
 from shoal.simulating.durations import kernel_of_all_rows
-from shoal.simulating.speeds import KernelTime, Speeds
+from shoal.simulating.speeds import KernelTime, Speeds, part_key
 
 SHARED_ENTRIES = 1_000_000
 """The largest table in which transfers that several readers share are counted once."""
@@ -247,7 +247,7 @@ class CostModel:
         input_grad = any(read in flowing for read in op.layer.reads)
         backward = op.layer.name in flowing
         rule = rule_for(op)
-        key = (op.layer.name, tuple(part.items()), letters)
+        key = part_key(op, part, letters)
         if key not in self.kernels:
             seconds = self.speeds.kernel(op, rule, part, letters, input_grad=input_grad)
             self.kernels[key] = seconds if backward else KernelTime(seconds.forward)
@@ -321,13 +321,13 @@ class CostModel:
     def _find_part_work(self, op: Op, chosen: Cut, flowing: frozenset[str]) -> "PartWork":
         part, rule, parts = first_part(op, chosen), rule_for(op), dict(chosen.degrees)
         letters, flows = frozenset(parts), op.layer.name in flowing
-        needs, written = rule.needs(op, part), volume(rule.writes(op, part))
+        needs, written = answers(op, rule, part)
         layer_sums, settled, summed = [], 0.0, ""
         if rule is not WHOLE and parts:
             for layer_sum in rule.sums(op, part, letters, parts, local=self.local_statistics):
                 passes = layer_sum.forward + (layer_sum.backward and flows)
                 layer_sums.append((passes, layer_sum.elements * max(self.itemsize, SUMMED_BYTES), layer_sum.over))
-            summed = "".join(axis.letter for axis in rule.axes(op) if axis.summed and axis.letter in letters)
+            summed = "".join([axis.letter for axis in axes_of(op) if axis.summed and axis.letter in letters])
             settled = float(written * self.itemsize) if summed else 0.0
         shards, kernel = self._shards(op, needs, chosen), self.kernel(op, part, chosen, flowing)
         kept = self._kept_bytes(op, written, flowing)

@@ -13,6 +13,7 @@ All sums are float64 and "exact" means up to their rounding; costs returned are 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import inf, prod
 
@@ -112,7 +113,7 @@ def solve(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> Solved | None:
     if min(sizes, default=2) == 1:
         tables = _without_settled(sizes, tables)
     work = given = entries_of(tables)
-    order, join = _order(sizes, tables)
+    order, join = _order(tuple(sizes), tuple(tables))
     domains = [np.arange(size) for size in sizes]
     if join > WORTH * given:
         sieve, stalled = Sieve(sizes, tables), 0
@@ -121,7 +122,7 @@ def solve(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> Solved | None:
             if not sieve.sweep():
                 return None
             sieve.drop_dominated()
-            previous, (order, join) = join, _order([len(domain) for domain in sieve.domains], sieve.tables)
+            previous, (order, join) = join, _order(tuple(len(domain) for domain in sieve.domains), tuple(sieve.tables))
             stalled += join > 0.7 * previous
             # An elimination that takes minutes or does not fit is worth sweeps that at first do not help.
             if stalled > (0 if join <= 100 * LARGEST else 10):
@@ -144,8 +145,12 @@ def _without_settled(sizes: Sequence[int], tables: Mapping[Scope, Table]) -> dic
     return result
 
 
-def _order(sizes: Sequence[int], scopes: Iterable[Scope]) -> tuple[list[int], int]:
-    """A good order for all variables that a scope mentions, and the entries it joins: the better of two greedy ones."""
+@lru_cache(maxsize=16)
+def _order(sizes: tuple[int, ...], scopes: tuple[Scope, ...]) -> tuple[Sequence[int], int]:
+    """A good order for all variables that a scope mentions, and the entries it joins: the better of two greedy ones.
+
+    The last few are remembered: a plan's search asks for each share of what hides behind backward.
+    """
     neighbours: list[set[int]] = [set() for _ in sizes]
     mentioned: set[int] = set()
     for scope in scopes:

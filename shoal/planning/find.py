@@ -19,7 +19,7 @@ from shoal.partition import DIMS, Cut
 from shoal.plan import Plan
 from shoal.planning.costs import EXPOSED, CostModel, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.price import Price, price
+from shoal.planning.price import PlayedPlan, Price, play_plan, price
 from shoal.planning.resolve import resolve
 from shoal.planning.stages import FEW_RANKS, stages_of
 from shoal.planning.strategies import AUTO, NAMES
@@ -96,15 +96,15 @@ class _Search:
     def __post_init__(self) -> None:
         self._begun = time.perf_counter()
         self._sizes = [len(stage.choices) for stage in self.tables.stages]
-        self._played: dict[Candidate, Price] = {}
+        self._played: dict[Candidate, PlayedPlan] = {}
         self._shares: dict[Candidate, float] = {}
         self._optima: list[Candidate] = []
         self._fixed: tuple[Price, ...] = ()
 
-    def _play(self, candidate: Candidate) -> Price:
+    def _play(self, candidate: Candidate) -> PlayedPlan:
         if candidate not in self._played:
             cuts = complete(self.tables.cuts(candidate.choice), self.model.graph)
-            self._played[candidate] = price(self.model, cuts, AUTO, recompute=candidate.recompute)
+            self._played[candidate] = play_plan(self.model, cuts, recompute=candidate.recompute)
         return self._played[candidate]
 
     def anyhow(self) -> SearchResult:
@@ -161,7 +161,7 @@ class _Search:
         return min(1.0, again / plain) if plain else 1.0
 
     def _refused(self, memory: int) -> PlanError:
-        ways = [*self._played.values(), *self._fixed]
+        ways: list[PlayedPlan | Price] = [*self._played.values(), *self._fixed]
         least = min(ways, key=lambda found: found.peak)
         again = " and recomputes" if least.recompute else ""
         remedy = "" if any(found.recompute for found in ways) else ", or recompute"
@@ -172,11 +172,16 @@ class _Search:
 
     def _result(self, chosen: Candidate | None, fixed: Price | None, memory: int | None) -> SearchResult:
         """`chosen` of what the search found, or the best fixed strategy where that takes less."""
-        tables, found = self.tables, None if chosen is None else self._played[chosen]
+        tables = self.tables
+        prices = {
+            one: self._played[one].price(AUTO)
+            for one in dict.fromkeys(self._optima if chosen is None else [*self._optima, chosen])
+        }
+        optima = [prices[one] for one in dict.fromkeys(self._optima)]
+        found = None if chosen is None else prices[chosen]
         if found is None or (fixed is not None and fixed.seconds < found.seconds):
             assert fixed is not None
             chosen, found = None, fixed
-        optima = [self._played[one] for one in dict.fromkeys(self._optima)]
         bound = minimise(self._sizes, tables.least_factors()).cost + self.model.speeds.step_overhead
         return SearchResult(
             plan=found.plan(found.name),
@@ -198,11 +203,14 @@ class _Search:
         """What a plan that recomputes by choice is compared with."""
         if not found.recompute or self.model.recompute is not None:
             return None
-        plain = [one for one in (*self._played.values(), *self._fixed) if one.peak <= memory and not one.recompute]
-        return min(plain, key=_seconds, default=None) or price(self.model, found.cuts, found.name, recompute=False)
+        ways: list[PlayedPlan | Price] = [*self._played.values(), *self._fixed]
+        plain = min((one for one in ways if one.peak <= memory and not one.recompute), key=_seconds, default=None)
+        if plain is None:
+            return price(self.model, found.cuts, found.name, recompute=False)
+        return plain.price(AUTO) if isinstance(plain, PlayedPlan) else plain
 
 
-def _seconds(found: Price) -> float:
+def _seconds(found: PlayedPlan | Price) -> float:
     return found.seconds
 
 
@@ -210,17 +218,19 @@ def _climbed(tables: CostTables, candidate: Candidate, exposed: float, play: Pla
     """Hill climbing on the played time: a choice that is not slower than the given one. The same each time.
 
     In every round each close call, as the sum has them from where the round begins, is taken the other way, the closest
-    first, and kept where that plays faster. A round that changes nothing is the last.
+    first, and kept where that plays faster. A round that changes nothing is the last. What was slower once stays so.
     """
-    tried, recompute = CLOSE_CALLS if play(candidate).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY, candidate.recompute
-    choice = candidate.choice
+    calls_tried = CLOSE_CALLS if play(candidate).ranks <= FEW_RANKS else CLOSE_CALLS_OF_MANY
+    choice, recompute = candidate.choice, candidate.recompute
+    tried = {choice}
     for _ in range(ROUNDS):
         begun = choice
         calls = sorted(close_calls(tables, choice, exposed, recompute=recompute), key=lambda call: call[2])
-        for stage, other, _ in calls[:tried]:
+        for stage, other, _ in calls[:calls_tried]:
             changed = (*choice[:stage], other, *choice[stage + 1 :])
-            if tables.cost(changed, exposed) == inf:
+            if changed in tried or tables.cost(changed, exposed) == inf:
                 continue
+            tried.add(changed)
             if play(Candidate(recompute, changed)).seconds < play(Candidate(recompute, choice)).seconds:
                 choice = changed
         if choice == begun:

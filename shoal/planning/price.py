@@ -1,7 +1,8 @@
 """What a plan costs: its step as a list of tasks, played by the simulator once, without noise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -92,37 +93,93 @@ class Price:
         )
 
 
-def price(
-    model: CostModel, cuts: Mapping[str, Cut], name: str, *, recompute: bool | None = None, trace: bool = False
-) -> Price:
+@dataclass(frozen=True)
+class PlayedPlan:
+    """A plan that was played through: how long its step takes. All else that it costs is worked out when asked for."""
+
+    model: CostModel
+    cuts: Mapping[str, Cut]
+    tasks: Tasks
+    durations: Durations
+    played: Played
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.played.seconds
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """By rank; of many ranks, those of one class hold what its first does."""
+        tasks, few = self.tasks, self.tasks.ranks <= FEW_RANKS
+        ranks = range(tasks.ranks) if few else self.played.first_ranks.tolist()
+        held = step_memories(
+            tasks.program,
+            ranks,
+            tasks.options.itemsize,
+            optimizer_slots=self.model.optimizer_slots,
+            homes=tasks.homes,
+            recompute=self.recompute,
+        )
+        return tuple(held) if few else tuple(held[number] for number in self.played.classes)
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+    @property
+    def ranks(self) -> int:
+        """How many the plan is for."""
+        return self.model.ranks
+
+    @property
+    def recompute(self) -> bool:
+        """Whether activations are computed a second time in backward."""
+        return self.tasks.options.recompute
+
+    def price(self, name: str, *, trace: bool = False) -> Price:
+        """All of it; `trace`: keep what was played."""
+        tasks, durations, played = self.tasks, self.durations, self.played
+        sent = sent_bytes(tasks.tasks, durations)
+        kernels = [isinstance(task.work, Kernel) for task in tasks.tasks]
+        last = len(tasks.tasks) - 1
+        computes = [task.resource == "compute" and task.label != TO_OWNERS for task in tasks.tasks[:last]]
+        backward = float(np.nanmax(played.ends[:last][computes]))
+        return Price(
+            name=name,
+            cuts=dict(self.cuts),
+            ranks=self.model.ranks,
+            seconds=self.seconds,
+            compute=float(np.sum(durations.computed[kernels], axis=0).max()),
+            update=float(durations.computed[last].max()),
+            exposed=max(0.0, float(np.nanmax(played.starts[last])) - backward),
+            layers=tuple(_rows(self.model, self.cuts, tasks, durations, sent).values()),
+            memory=self.memory,
+            bytes=sum(sent),
+            factors=tuple(
+                tasks.users[weight] for weight in reversed(tasks.trainable) if weight in tasks.options.factors
+            ),
+            recompute=self.recompute,
+            trace=trace_of(played, f"plan {name}") if trace else None,
+        )
+
+
+def play_plan(model: CostModel, cuts: Mapping[str, Cut], *, recompute: bool | None = None) -> PlayedPlan:
     """Play a plan through. A cut that does not fit is a `PlanError`.
 
-    `recompute`: whether activations are computed again, as the model says unless given; `trace`: keep what was played.
+    `recompute`: whether activations are computed again, as the model says unless given.
     """
     tasks = tasks_of(model, cuts, recompute=recompute)
     durations = Durations(tasks, model.speeds, model.kernels, model.adding)
-    played = play(durations)
-    rows = _rows(model, cuts, tasks, durations)
-    compute = [durations.compute(task) for task in tasks.tasks if isinstance(task.work, Kernel)]
-    last = len(tasks.tasks) - 1
-    update = float(durations.compute(tasks.tasks[last]).max())
-    computes = [task.resource == "compute" and task.label != TO_OWNERS for task in tasks.tasks[:last]]
-    backward = float(np.nanmax(played.ends[:last][computes]))
-    return Price(
-        name=name,
-        cuts=dict(cuts),
-        ranks=model.ranks,
-        seconds=played.seconds,
-        compute=float(np.sum(compute, axis=0).max()),
-        update=update,
-        exposed=max(0.0, float(np.nanmax(played.starts[last])) - backward),
-        layers=tuple(rows.values()),
-        memory=_memory(model, tasks, played),
-        bytes=sum(sent_bytes(tasks.tasks, durations)),
-        factors=tuple(tasks.users[weight] for weight in reversed(tasks.trainable) if weight in tasks.options.factors),
-        recompute=tasks.options.recompute,
-        trace=trace_of(played, f"plan {name}") if trace else None,
-    )
+    return PlayedPlan(model, cuts, tasks, durations, play(durations))
+
+
+def price(
+    model: CostModel, cuts: Mapping[str, Cut], name: str, *, recompute: bool | None = None, trace: bool = False
+) -> Price:
+    """Play a plan through, as `play_plan` does, and price it. `trace`: keep what was played."""
+    return play_plan(model, cuts, recompute=recompute).price(name, trace=trace)
 
 
 def tasks_of(model: CostModel, cuts: Mapping[str, Cut], *, recompute: bool | None = None) -> Tasks:
@@ -145,10 +202,12 @@ def tasks_of(model: CostModel, cuts: Mapping[str, Cut], *, recompute: bool | Non
     return step_tasks(program, options)
 
 
-def _rows(model: CostModel, cuts: Mapping[str, Cut], tasks: Tasks, durations: Durations) -> dict[str, LayerPrice]:
-    graph = tasks.program.graph
+def _rows(
+    model: CostModel, cuts: Mapping[str, Cut], tasks: Tasks, durations: Durations, sent_by_task: Sequence[int]
+) -> dict[str, LayerPrice]:
+    graph, computed = tasks.program.graph, durations.computed.max(axis=1).tolist()
     rows = {layer.name: LayerPrice(layer.name, layer.op, cuts.get(layer.name, Cut())) for layer in graph.layers}
-    for task, sent in zip(tasks.tasks, sent_bytes(tasks.tasks, durations), strict=True):
+    for task, sent, seconds in zip(tasks.tasks, sent_by_task, computed, strict=True):
         if task.label == GRADIENTS:
             _divide(task, sent, tasks, durations, rows)
         elif isinstance(task.work, Moved) and task.states:
@@ -162,11 +221,11 @@ def _rows(model: CostModel, cuts: Mapping[str, Cut], tasks: Tasks, durations: Du
                 assert isinstance(task.work, Moved)
                 row.transfers += durations.move_seconds(task.work)
             elif task.kind == "copy":
-                row.transfers += float(durations.compute(task).max())
+                row.transfers += seconds
             elif task.kind == "sum":
                 row.sums += durations.sum_seconds(task)
             else:
-                row.compute += float(durations.compute(task).max())
+                row.compute += seconds
     for name, layer in tasks.users.items():
         read, kept = _state_elements(tasks.program.states[name]), _state_elements(tasks.homes[name])
         rows[layer].memory += (read + kept * (1 + model.optimizer_slots)) * tasks.options.itemsize[name]
@@ -197,21 +256,6 @@ def _divide(task: Task, sent: int, tasks: Tasks, durations: Durations, rows: Map
 def _state_elements(layout: Layout) -> int:
     """Of the first box."""
     return next((volume(box) for box in layout if box is not None), 0)
-
-
-def _memory(model: CostModel, tasks: Tasks, played: Played) -> tuple[Memory, ...]:
-    """By rank; of many ranks, those of one class hold what its first does."""
-    few = tasks.ranks <= FEW_RANKS
-    ranks = range(tasks.ranks) if few else played.first_ranks.tolist()
-    held = step_memories(
-        tasks.program,
-        ranks,
-        tasks.options.itemsize,
-        optimizer_slots=model.optimizer_slots,
-        homes=tasks.homes,
-        recompute=tasks.options.recompute,
-    )
-    return tuple(held) if few else tuple(held[number] for number in played.classes)
 
 
 def _item_sizes(graph: LayerGraph, itemsize: int) -> dict[str, int]:

@@ -121,7 +121,7 @@ def cuts_of(op: Op, ranks: int, letters: str = DIMS, per_host: int | None = None
     orders, with samples on different hosts and with samples on neighbours.
     """
     rule = rule_for(op)
-    axes: Sequence[Axis] = () if rule is WHOLE else [axis for axis in rule.axes(op) if axis.letter in letters]
+    axes: Sequence[Axis] = () if rule is WHOLE else [axis for axis in axes_of(op) if axis.letter in letters]
     few = ranks <= FEW_RANKS
     degrees = [d for d in range(1, ranks + 1) if few or ranks % d == 0 or round_number(ranks) % d == 0]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from shoal.planning.costs import EXPOSED, CostTables
 from shoal.planning.elimination import minimise
-from shoal.planning.price import Price
+from shoal.planning.price import PlayedPlan
 from shoal.planning.stages import FEW_RANKS
 from shoal.planning.why import close_calls
 from shoal.planning.within_limit import minimise_under
@@ -46,7 +46,7 @@ class Candidate:
     choice: tuple[int, ...]
 
 
-Play = Callable[[Candidate], Price]
+Play = Callable[[Candidate], PlayedPlan]
 
 
 def bases(tables: CostTables, modes: Sequence[bool], kept: float) -> dict[Candidate, float]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from shoal.cluster import Device
 from shoal.graph import State
 from shoal.operators.base import Facts, Need, Op, Part, Rule
-from shoal.operators.registry import facts_of
+from shoal.operators.registry import answers, facts_of
 from shoal.partition import volume
 from shoal.simulating.speeds import KernelTime
 
@@ -37,7 +37,7 @@ def roofline(
     facts = facts_of(op.layer.op)
     if facts.view:
         return KernelTime(0.0)
-    needs, written = rule.needs(op, part), volume(rule.writes(op, part))  # asked once: a search prices 10,000s of parts
+    needs, written = answers(op, rule, part)
     work, touched = facts.work(op, needs, written), _touched(facts, needs, written) * itemsize
     curved = facts.contracts
     of_output, of_input, of_weights = _results(op, facts, needs, written)

@@ -18,7 +18,7 @@ from shoal.operators.registry import rule_for
 from shoal.partition import Span, volume
 from shoal.simulating.collectives import Phase, Shape, Sums, gather_phases, is_card, phase_seconds, unit_size
 from shoal.simulating.flows import Flows, Ints, elements_between, flows_of
-from shoal.simulating.speeds import KernelTime, Speeds
+from shoal.simulating.speeds import KernelTime, Speeds, part_key
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +35,6 @@ class Durations:
     """What is known of sums on the cluster; may be shared likewise."""
     _flows: dict[tuple[int, int], Flows] = field(default_factory=dict)
     _largest: dict[int, KernelTime] = field(default_factory=dict)
-    _computed: dict[int, Floats] = field(default_factory=dict)
     _groups: dict[int, list[tuple[int, Shape, tuple[int, ...]]]] = field(default_factory=dict)
 
     @property
@@ -48,28 +47,45 @@ class Durations:
         """How ranks add something up."""
         return self.known or Sums(self.cluster)
 
-    def compute(self, task: Task) -> Floats:
-        """By rank, seconds of a task that computes; 0 for ranks without a part."""
-        if id(task) not in self._computed:
-            self._computed[id(task)] = self._compute(task)
-        return self._computed[id(task)]
+    @cached_property
+    def computed(self) -> Floats:
+        """(tasks, ranks): seconds of every task that computes; 0 for ranks without a part, and for other tasks."""
+        tasks, seconds = self.tasks.tasks, np.zeros((len(self.tasks.tasks), self.tasks.ranks))
+        kernels: list[tuple[int, float, Ints]] = []
+        copies: list[tuple[int, int, Ints]] = []
+        for place, task in enumerate(tasks):
+            match task.work:
+                case Kernel(placed=placed, over=over, of=of) if over:
+                    seconds[place, list(task.ranks)] = self._product_seconds(placed, over, of)
+                case Kernel(placed=placed, of=of):
+                    kernels.append((place, self._kernel_seconds(task, placed, of), self.volumes(placed)))
+                case Moved() if task.resource == "compute":
+                    copies.append((place, task.work.itemsize, self.flows(task.work).arriving))
+                case Bytes(by_rank=sizes):
+                    seconds[place] = np.array(sizes, dtype=np.float64) * self.speeds.update_per_byte
+                case _:
+                    pass
+        if kernels:
+            places, times, volumes = zip(*kernels, strict=True)
+            first = [tasks[place].ranks[:1] for place in places]
+            largest = [max(own[ranks[0]], 1) if ranks else 1 for own, ranks in zip(volumes, first, strict=True)]
+            seconds[list(places)] = np.array(times)[:, None] * np.array(volumes) / np.array(largest)[:, None]
+        if copies:
+            places, sizes, elements = zip(*copies, strict=True)
+            arriving = (np.array(elements) * np.array(sizes)[:, None]).astype(np.float64)
+            seconds[list(places)] = arriving * self.speeds.copy_per_byte
+        return seconds
 
-    def _compute(self, task: Task) -> Floats:
-        match task.work:
-            case Kernel(placed=placed, over=over, of=of) if over:
-                seconds: Floats = np.zeros(self.tasks.ranks)
-                seconds[list(task.ranks)] = self._product_seconds(placed, over, of)
-                return seconds
-            case Kernel(placed=placed, of=of):
-                volumes = self.volumes(placed)
-                largest = max(int(volumes[task.ranks[0]]) if task.ranks else 1, 1)
-                return self._kernel_seconds(task, placed, of) * volumes / largest
-            case Moved():
-                return self.arriving(task.work) * self.speeds.copy_per_byte
-            case Bytes(by_rank=sizes):
-                return np.array(sizes, dtype=np.float64) * self.speeds.update_per_byte
-            case _:
-                raise TypeError(f"a task of kind {task.kind!r} does not compute")
+    def compute(self, task: Task) -> Floats:
+        """By rank, seconds of one of the tasks, which computes."""
+        if task.resource != "compute":
+            raise TypeError(f"a task of kind {task.kind!r} does not compute")
+        seconds: Floats = self.computed[self._places[id(task)]]
+        return seconds
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(task): place for place, task in enumerate(self.tasks.tasks)}
 
     def _kernel_seconds(self, task: Task, placed: Placed, of: int) -> float:
         """Of the largest part; `of`: the tasks into which its pass is divided, 2 of backward into its two gradients."""
@@ -89,7 +105,7 @@ class Durations:
 
     def _kernel(self, placed: Placed, part: Part, letters: frozenset[str]) -> KernelTime:
         flowing = self.tasks.flowing
-        key = (placed.layer.name, tuple(part.items()), letters)
+        key = part_key(placed.op, part, letters)
         if key not in self.kernels:
             to_input = any(read in flowing for read in placed.layer.reads)
             seconds = self.speeds.kernel(placed.op, placed.rule, part, letters, input_grad=to_input)
@@ -122,11 +138,6 @@ class Durations:
         elements = elements_between(work, slice(None))
         np.fill_diagonal(elements, 0)
         return elements.T if work.back else elements
-
-    def arriving(self, work: Moved) -> Floats:
-        """By rank, bytes that are put together."""
-        elements: Floats = (self.flows(work).arriving * work.itemsize).astype(np.float64)
-        return elements
 
     def move_seconds(self, work: Moved) -> float:
         """How long the slowest rank waits, alone, until all has arrived."""

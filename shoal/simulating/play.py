@@ -13,12 +13,14 @@ What this leaves out: a flow that is slow elsewhere still takes its equal part o
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isnan, nan
 
 import numpy as np
 
+from shoal.cluster import Level
 from shoal.lowering.step_traffic import GRADIENTS
 from shoal.lowering.tasks import Gathered, Kernel, Moved, Summed, Task
 from shoal.simulating.classes import classes_of
@@ -172,26 +174,28 @@ class _Player:
         some = {ranks: _some(classes, ranks, self.count) for ranks in {task.ranks for task in self.tasks}}
         self.members = [some[task.ranks] for task in self.tasks]
         self.computes = [task.resource == "compute" for task in self.tasks]
-        self.seconds = [self._compute_seconds(task) for task in self.tasks]
+        self.seconds = self._seconds()
         self.moves = [self._parties(task) if task.kind == "move" else None for task in self.tasks]
         self.known_groups: dict[object, list[_Group | None]] = {}
         self.groups = [self._groups(task) if task.kind == "sum" else None for task in self.tasks]
         self.waiting: dict[tuple[int, int], list[int]] = {}
         """(task, class) -> classes that wait for it: the class itself."""
-        self.posted: dict[int, set[int]] = {}
-        self.begun: set[tuple[int, int, str]] = set()
+        self.posted: dict[int, int] = {}
+        """By task, the classes that have come to it; sets of classes are bits here, which compare at once."""
+        self.begun: dict[tuple[int, str], int] = {}
+        """(move, direction) -> classes of which it is under way."""
+        self.through: dict[tuple[int, str], int] = {}
+        """(move, direction) -> classes of which it is through."""
         self.apart: dict[tuple[int, int], float] = {}
         """(task, class) -> seconds that it had computed by itself when it came to it."""
-        self.open: dict[tuple[int, int], int] = {}
-        """(task, class) -> parts of a move that are not through yet."""
 
     # What is known before
 
-    def _compute_seconds(self, task: Task) -> list[float]:
-        if task.resource != "compute":
-            return []
-        seconds: list[float] = self.durations.compute(task)[self.first].tolist()
-        return [value / self.noise.speeds.get(int(rank), 1.0) for value, rank in zip(seconds, self.first, strict=True)]
+    def _seconds(self) -> list[list[float]]:
+        """By task and class, what computing takes."""
+        speeds = [self.noise.speeds.get(rank, 1.0) for rank in self.first.tolist()]
+        seconds: list[list[float]] = (self.durations.computed[:, self.first] / np.array(speeds)).tolist()
+        return seconds
 
     def _unit_classes(self, index: int) -> list[tuple[int, Mapping[int, int]]]:
         """By class: the number of its kind of host, and how many ranks of each class are there."""
@@ -213,10 +217,10 @@ class _Player:
         sources = flows.sources
         gets, gives = (
             [
-                [(level, amount) for level, amount in enumerate(levels) if amount]
-                for levels in amounts[:, self.first].T.tolist()
+                self._flights(direction, number, levels, task.work.itemsize)
+                for number, levels in enumerate(amounts[:, self.first].T.tolist())
             ]
-            for amounts in (flows.received, flows.sent)
+            for direction, amounts in (("in", flows.received), ("out", flows.sent))
         )
         return _Parties(
             [sorted(set(self.classes[sources[rank]].tolist())) for rank in self.first],
@@ -224,6 +228,21 @@ class _Player:
             gets,
             gives,
         )
+
+    def _flights(
+        self, direction: str, number: int, amounts: Sequence[int], itemsize: int
+    ) -> list[tuple[Link, float, int, Level]]:
+        """What a class puts on links of which level: seconds of each flow, alone, and how many there are."""
+        flights = []
+        for index, (level, amount) in enumerate(zip(self.cluster.levels, amounts, strict=True)):
+            if amount:
+                name: tuple[object, ...] = (direction, index, number)
+                alike = 1
+                if is_card(self.cluster, index):
+                    kind, there = self.units[index][number]
+                    name, alike = (direction, index, "card", kind), there[number]
+                flights.append((self.links.link(name), amount * itemsize / level.bandwidth, alike, level))
+        return flights
 
     def _groups(self, task: Task) -> list["_Group | None"]:
         """By class: its group, one for all classes that are in it; worked out once for sums that are alike."""
@@ -250,7 +269,8 @@ class _Player:
             if kind not in groups:
                 phases = self.durations.phases(task, number)
                 links = [self._links_of(work.groups[number], number_of, kinds, phase) for phase in phases]
-                groups[kind] = _Group(frozenset(kind), phases, links)
+                classes = tuple(dict.fromkeys(kind))
+                groups[kind] = _Group(classes, _bits(classes), phases, links)
             by_class.append(groups[kind])
         return by_class
 
@@ -411,8 +431,7 @@ class _Player:
         self.starts[at][number] = now
         if self.tasks[index].label != GRADIENTS:  # nobody waits for those yet
             self.apart[at, number], self.ranks[number].apart = self.ranks[number].apart, 0.0
-        posted = self.posted.setdefault(at, set())
-        posted.add(number)
+        posted = self.posted[at] = self.posted.get(at, 0) | 1 << number
         if self.moves[index] is not None:
             self._post_move(number, at, index, posted, now)
             return
@@ -420,7 +439,7 @@ class _Player:
         assert group is not None
         mine = group[number]
         assert mine is not None
-        if mine.classes <= posted:
+        if mine.bits & posted == mine.bits:
             if self.tasks[index].label == GRADIENTS:
                 for other in mine.classes:
                     self._behind(other, 1, now)
@@ -429,7 +448,7 @@ class _Player:
     def _phase(self, group: "_Group", phase: int, at: int, now: float) -> None:
         """Begin one phase of a sum, or end the sum."""
         if phase == len(group.phases):
-            for number in sorted(group.classes):
+            for number in group.classes:
                 if self.tasks[at % len(self.tasks)].label == GRADIENTS:
                     self._behind(number, -1, now)
                 self._done(at, number, now)
@@ -451,24 +470,20 @@ class _Player:
         for link, seconds, flows in links:
             link.carry(seconds, flows, through)
 
-    def _post_move(self, number: int, at: int, index: int, posted: set[int], now: float) -> None:
+    def _post_move(self, number: int, at: int, index: int, posted: int, now: float) -> None:
         parties = self.moves[index]
         assert parties is not None
-        sources, sinks = parties.sources, parties.sinks
-        self.open[at, number] = self.open.get((at, number), 0) + 2 + len(sources[number])
-        for other in (number, *sources[number], *sinks[number]):
-            if other in posted:
-                if (at, other, "in") not in self.begun and posted.issuperset(sources[other]):
-                    self._carry(other, at, index, "in", now)
-                if (at, other, "out") not in self.begun and posted.issuperset(sinks[other]):
-                    self._carry(other, at, index, "out", now)
+        waiting = posted & ~(self.begun.get((at, "in"), 0) & self.begun.get((at, "out"), 0))
+        for other in parties.met[number]:
+            if waiting >> other & 1:
+                for direction, needed in (("in", parties.source_bits[other]), ("out", parties.sink_bits[other])):
+                    if needed & posted == needed and not self.begun.get((at, direction), 0) >> other & 1:
+                        self._carry(other, at, index, direction, now)
 
     def _carry(self, number: int, at: int, index: int, direction: str, now: float) -> None:
         """What one class gets, or what it sends, of a move."""
-        self.begun.add((at, number, direction))
-        work = self.tasks[index].work
+        self.begun[at, direction] = self.begun.get((at, direction), 0) | 1 << number
         parties = self.moves[index]
-        assert isinstance(work, Moved)
         assert parties is not None
         flights = parties.gets[number] if direction == "in" else parties.gives[number]
         left = len(flights)
@@ -478,32 +493,27 @@ class _Player:
             left -= 1
             if left > 0:
                 return
-            self._part_done(at, number, then)
-            if direction == "out":
-                for other in parties.sinks[number]:
-                    self._part_done(at, other, then)
+            self.through[at, direction] = self.through.get((at, direction), 0) | 1 << number
+            self._end_moves(at, parties, parties.told[number] if direction == "out" else (number,), then)
 
         if not flights:
             through(now)
-        for index_of_level, amount in flights:
-            level = self.cluster.levels[index_of_level]
-            name: tuple[object, ...] = (direction, index_of_level, number)
-            alike = 1
-            if is_card(self.cluster, index_of_level):
-                kind, there = self.units[index_of_level][number]
-                name, alike = (direction, index_of_level, "card", kind), there[number]
+        apart = self.apart[at, number]
+        for link, seconds, alike, level in flights:
 
-            late = level.meeting + level.skew * self.apart[at, number]
-
-            def landed(then: float, latency: float = late) -> None:
+            def landed(then: float, latency: float = level.meeting + level.skew * apart) -> None:
                 self.agenda.note(then + latency, through)
 
-            self.links.carry(name, amount * work.itemsize / level.bandwidth, alike, landed)
+            link.carry(seconds, alike, landed)
 
-    def _part_done(self, at: int, number: int, now: float) -> None:
-        self.open[at, number] = self.open.get((at, number), 0) - 1
-        if not self.open[at, number] and number in self.posted[at]:
-            self._done(at, number, now)
+    def _end_moves(self, at: int, parties: "_Parties", classes: Sequence[int], now: float) -> None:
+        """A move is done for those that have sent and got theirs, from classes that have all sent."""
+        sent = self.through.get((at, "out"), 0)
+        both = sent & self.through.get((at, "in"), 0)
+        for number in classes:
+            sources = parties.source_bits[number]
+            if both >> number & 1 and sources & sent == sources:
+                self._done(at, number, now)
 
 
 @dataclass(frozen=True)
@@ -514,19 +524,50 @@ class _Parties:
     """The classes that it gets something from."""
     sinks: list[list[int]]
     """Those that it sends something to."""
-    gets: list[list[tuple[int, int]]]
-    """(level, elements) of all that comes over links."""
-    gives: list[list[tuple[int, int]]]
+    gets: list[list[tuple[Link, float, int, Level]]]
+    """(link, seconds alone, flows, level) of all that comes over links."""
+    gives: list[list[tuple[Link, float, int, Level]]]
     """The same of what it sends."""
+
+    @cached_property
+    def source_bits(self) -> list[int]:
+        """As bits."""
+        return list(map(_bits, self.sources))
+
+    @cached_property
+    def sink_bits(self) -> list[int]:
+        """As bits."""
+        return list(map(_bits, self.sinks))
+
+    @cached_property
+    def met(self) -> list[list[int]]:
+        """Itself, then all that it gets from or sends to."""
+        pairs = enumerate(zip(self.sources, self.sinks, strict=True))
+        return [list(dict.fromkeys((number, *sources, *sinks))) for number, (sources, sinks) in pairs]
+
+    @cached_property
+    def told(self) -> list[list[int]]:
+        """For whom the move may be done when it has sent: itself first, unless it is among those that it sends to."""
+        return [sinks if number in sinks else [number, *sinks] for number, sinks in enumerate(self.sinks)]
 
 
 @dataclass(frozen=True)
 class _Group:
     """Classes that add something up, and what each phase puts on which links."""
 
-    classes: frozenset[int]
+    classes: tuple[int, ...]
+    """In order."""
+    bits: int
+    """The same."""
     phases: tuple[Phase, ...]
     links: list[list[tuple[Link, float, int]]]
+
+
+def _bits(classes: Iterable[int]) -> int:
+    bits = 0
+    for number in classes:
+        bits |= 1 << number
+    return bits
 
 
 def _some(classes: Ints, ranks: Sequence[int], count: int) -> frozenset[int]:

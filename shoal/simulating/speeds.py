@@ -28,6 +28,11 @@ class KernelTime:
         return self.forward + self.backward
 
 
+def part_key(op: Op, part: Part, cut: frozenset[str]) -> tuple[object, ...]:
+    """What tells one part of one layer of a network from all others; the letters of the `cut` included."""
+    return op.layer.name, tuple([(letter, span.start, span.stop) for letter, span in part.items()]), cut
+
+
 class Speeds(Protocol):
     """How fast everything is."""
 
