@@ -4,9 +4,11 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +43,8 @@ from shoal.training.own_objects import NO_OBJECTS, OwnObjects, check_same, other
 from shoal.training.run_folder import RunFolder
 
 END = "shoal/end"
+HEARD_SECONDS = 5.0
+"""For as long rank 0 of a world stays after the end, for those that have not heard of it."""
 """Where rank 0 of a world says how the run ended."""
 LEAVE_SECONDS = 30.0
 """Time that the other replicas have to leave when the run is over."""
@@ -168,11 +172,14 @@ def train_in_world(
         told = json.loads(told_to_all(world, table, None, config.timeout, last=True))
         checkpoint = None if told["checkpoint"] is None else Checkpoint(Path(told["checkpoint"]))
         if not train(Meeting.from_json(told["meeting"]), checkpoint):
+            table.set(_heard_by(world.rank), "")
             raise LeftError(
                 f"replica {replica} was asked to stop and has left; the others go on.",
                 "The result will be in the run's folder.",
             )
-        return _result_in(table.get(END).decode())
+        told = table.get(END).decode()
+        table.set(_heard_by(world.rank), "")
+        return _result_in(told)
     one_host, host, store = world.on_one_host, world.listens_at, world.url
     with _conducting(config, resumed, listener, own, one_host=one_host, host=host, store=store, here=0) as conducting:
         try:
@@ -183,12 +190,28 @@ def train_in_world(
             conducting.wait_for_all(LEAVE_SECONDS)
             result = conducting.ended()
         except BaseException as error:
-            table.set(END, _told_of(error))  # so that the others do not wait for this replica
+            _tell_the_end(table, world, error)  # so that the others do not wait for this replica
             if conducting.error is None:
                 raise
             raise conducting.error from conducting.error.__cause__ or error
-        table.set(END, _told_of(result))
+        _tell_the_end(table, world, result)
         return result
+
+
+def _tell_the_end(table: Any, world: World, end: RunResult | BaseException) -> None:
+    """Tell the others of a world how the run ended.
+
+    The table may end with this process: where they ask for more than a failure, it stays until they have heard, or for
+    a moment. Those that are lost never will.
+    """
+    table.set(END, _told_of(end))
+    if isinstance(end, RunResult | StoppedError):
+        with suppress(RuntimeError):
+            table.wait([_heard_by(rank) for rank in range(1, world.size)], timedelta(seconds=HEARD_SECONDS))
+
+
+def _heard_by(rank: int) -> str:
+    return f"{END}/heard by {rank}"
 
 
 def _told_of(end: RunResult | BaseException) -> str:

@@ -138,7 +138,14 @@ def test_servers_are_on_all_hosts(start: Start, hosts: list[Host], mine: list[st
 
 
 def servers_on(host: Host) -> list[psutil.Process]:
-    return [one for one in processes_on(host) if "servers.process" in " ".join(one.cmdline())]
+    return [one for one in processes_on(host) if _is_server(one)]
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return "servers.process" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
 
 
 def pull_the_cable(host: Host, *, pulled: bool) -> None:

@@ -42,6 +42,7 @@ def test_files_that_are_not_whole_are_found(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n')
     draft = Draft(CheckpointFolder(tmp_path / "checkpoints"), "save", 1)
     draft.write_bytes("replica-0.safetensors", b"own")
+    draft.write_json("state.json", {})
     name = draft.commit(7).path.name
     assert what_is_not_whole(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"event": "steps"}\n{"eve')
