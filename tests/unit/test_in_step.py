@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import exp
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Efficiency, Level
@@ -54,6 +54,7 @@ def test_a_place_takes_the_median_of_its_steps() -> None:
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=6),
     st.floats(1e-5, 1e-1),
 )
+@example([3.0, 0.25, 1.0], [[0], [0, 0, 1], [1], [0, 0, 1]], 0.0625)
 def test_factors_give_back_what_every_chain_took(true: list[float], chains: list[list[int]], scale: float) -> None:
     """Where one factor per kind is the truth it is found, as far as what was noted tells kinds apart."""
     observed = []
