@@ -201,8 +201,8 @@ class TrainConfig(Settings):
     """Samples per step, over all workers together."""
     plan: str = Field(
         default="data",
-        description="How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; auto is "
-        f"searched; {', '.join(TORCH_STRATEGIES)}: torch's own.",
+        description="How layers are cut over the workers: data, model, owt, spatial, RxG such as 2x2, a file; owt:b, "
+        f"owt:c: linear layers in laps; auto is searched; {', '.join(TORCH_STRATEGIES)}: torch's own.",
     )
     augment: str = ""
     """Random changes to training samples, such as flip,shift:4,crop:256."""
