@@ -45,7 +45,12 @@ RUNS: dict[str, Mode] = {
     "plan model": Mode("", "model", survives=False),
     **{
         MODES[name].exchange: replace(MODES[name], options=WITH_SERVERS.get(name, MODES[name].options))
-        for name in ("downpour processes", "dasgd processes", *(name for name in EXCHANGES if name in MODES))
+        for name in (
+            "downpour processes",
+            "dasgd processes",
+            "admm processes",
+            *(name for name in EXCHANGES if name in MODES),
+        )
     },
 }
 
